@@ -47,12 +47,12 @@ def test_figures_are_compared_by_visible_content(out):
     picture.write_text(TEXTS["figures/busy.svg"].replace("4.00", "4.01"))
     assert differences(Report(TEXTS), out) == []
     picture.write_text(TEXTS["figures/busy.svg"].replace("58.9", "59.9"))
-    assert differences(Report(TEXTS), out) == ["figures/busy.svg: shows other data than the records"]
+    assert differences(Report(TEXTS), out) == ["figures/busy.svg shows different data than the records"]
 
 
 def test_differences_name_an_unused_figure(out):
     texts = {name: text for name, text in TEXTS.items() if name != "figures/busy.svg"}
-    assert differences(Report(texts), out) == ["figures/busy.svg: not used by any page"]
+    assert differences(Report(texts), out) == ["figures/busy.svg isn't used by any page"]
 
 
 def test_differences_name_an_unusable_run(out):

@@ -51,10 +51,10 @@ def run(monkeypatch, capsys):
         (["ladder", "nano", "--context", "0"], "context_length: got 0"),
         (["ladder", "nowhere.py:build"], "model: there is no file nowhere.py"),
         (["ladder", "mine.py:"], "expected FILE.py:FUNCTION"),
-        (["ladder", "mine.py:build", "--shape", "8/8/1/1"], "which takes -p NAME=VALUE instead"),
+        (["ladder", "mine.py:build", "--shape", "8/8/1/1"], "use -p NAME=VALUE"),
         (
             ["ladder", "nano", "-p", "batch=1"],
-            "-p: got 'batch=1', but it only applies to a model of your own",
+            "-p: got 'batch=1', but -p only applies to a model of your own",
         ),
         (["ladder", "stepscope.config:configure", "-p", "a=<b>"], "-p: got 'a=<b>', but expected NAME=VALUE"),
         (["fit", "huge"], "known sizes are"),

@@ -129,7 +129,7 @@ def test_edition_2026_sizes_match_the_handout():  # test_model.HANDOUT covers th
         ({"size": None}, "d_model: not given"),
         (
             {"size": None, "edition": 2026, "d_model": 8},
-            "edition: got 2026, but it only applies to a named size",
+            "edition: got 2026, but an edition only applies to a named size",
         ),
         ({"context_length": 10**5000}, "context_length: got a huge int"),
         ({"context_length": None}, "context_length: not given"),
@@ -206,7 +206,7 @@ def test_unknown_notebook_parameter_is_rejected():
     require_parameters({"In": ["", cell, given, "# Parameters of mine\nsise = 1", "sise = 1"]}, ["steps"])
     require_parameters({}), require_parameters({"In": [given]})
     wrong = {
-        "sise = 'tiny'": "sise: no such parameter; size may be meant",
+        "sise = 'tiny'": "sise: no such parameter; did you mean size",
         "os = 1": "os: no such",
         "steps = 3": "steps: no such",
     }
@@ -224,7 +224,7 @@ def test_assigned_constants_ignores_cells_with_other_code():
 @pytest.mark.parametrize(
     ("capability", "device", "supported", "error"),
     [
-        (None, "cpu", ["fp32", "bf16", "fp16"], "no TF32"),
+        (None, "cpu", ["fp32", "bf16", "fp16"], "support TF32"),
         (None, "cuda", [], "sees no CUDA GPU"),
         ((7, 5), "cuda", ["fp32", "fp16"], r"T4 has compute capability 7\.5"),
         ((8, 0), "cuda", ["fp32", "tf32", "bf16", "fp16"], ""),

@@ -73,7 +73,7 @@ def test_lookup_without_rows_names_the_known_values(view, values, words):
 
 def test_row_rejects_several_matching_rows(view):
     with pytest.raises(
-        LookupError, match=r"2 rows have .*, but expected one; they differ in size, wall_ms, busy$"
+        LookupError, match=r"2 rows have .*, but expected one row; they differ in size, wall_ms, busy$"
     ):
         row(view, mode="step")
 
@@ -85,7 +85,9 @@ def test_wide_table_keeps_the_views_order(view):
 
 
 def test_wide_table_rejects_two_rows_per_cell(view):
-    with pytest.raises(LookupError, match="several rows have one size and launch_bound; they differ in mode"):
+    with pytest.raises(
+        LookupError, match="several rows have the same size and launch_bound; they differ in mode"
+    ):
         wide(view.assign(launch_bound=True), "size", "launch_bound", "wall_ms")
 
 
@@ -149,14 +151,14 @@ def test_filters_print_numbers_with_units(rendered, expression, text):
 @pytest.mark.parametrize(
     ("expression", "words"),
     [
-        ("times.wall_ms|ms", "LookupError: 3 numbers where one is printed"),
-        ("(0.5 - 0.6)|percent", "ValueError: -10% in a sentence, but expected at least 0"),
-        ('row(times, size="large").busy|percent', "LookupError: no number"),
+        ("times.wall_ms|ms", "LookupError: got 3 numbers, but expected one"),
+        ("(0.5 - 0.6)|percent", "ValueError: got -10%, but a number in a sentence must be at least 0"),
+        ('row(times, size="large").busy|percent', "LookupError: the number is missing"),
         ('row(times, size="large").bussy|percent', "LookupError: no column 'bussy'; there is busy"),
         ("times.wal_ms|ms", "LookupError: no column 'wal_ms'; there is wall_ms"),
         ("timez.wall_ms|ms", "UndefinedError: 'timez' is undefined"),
-        ("times.wall_ms.max()|ms", "rows that differ in size, mode are joined to one number"),
-        ('times.wall_ms|span("ms")', "rows that differ in size, mode are joined to one number"),
+        ("times.wall_ms.max()|ms", "this reduces rows that differ in size, mode to one number"),
+        ('times.wall_ms|span("ms")', "this reduces rows that differ in size, mode to one number"),
         ('rows(times, size="small").wall_ms.min()|ms', "write mode=each"),
         ("1 / 0", "ZeroDivisionError"),
     ],

@@ -126,17 +126,17 @@ LAUGHS = (
         ("{study: warmup}", "known studies are"),
         (
             "{study: benchmark, fixd: {}}",
-            "fixd: no such field; fixed may be meant; known are study, fixed, axes",
+            "fixd: no such field; did you mean fixed\\? The known names are study, fixed, axes",
         ),
         (
             "{study: benchmark, fixed: {size: nano, contxt_length: 8}}",
-            "contxt_length: no such field; context_length may be meant; known are study",
+            "contxt_length: no such field; did you mean context_length\\? The known names are study",
         ),
         (
             "{study: ladder, axes: {optimization: [fp32]}}",
-            "optimization: no such field; optimizations may be meant",
+            "optimization: no such field; did you mean optimizations",
         ),
-        ("{study: memory, fixed: {zzz: 1}}", "zzz: no such field; known are"),
+        ("{study: memory, fixed: {zzz: 1}}", "zzz: no such field; the known names are"),
         ("{study: benchmark, fixed: {study: nsys}}", "'study': given more than once"),
         ("{study: benchmark, fixed: {1: 2}}", "fixed.1.*should be a valid string"),
         ("{study: benchmark, axes: {seed: 1}}", r"axes\.seed: got 1, but input should be a valid list"),

@@ -219,7 +219,7 @@ def test_inconsistent_history_is_rejected(lost):
         recording.before["weights"] -= 4
     else:
         del recording.snapshot["device_traces"][0][lost]
-    with pytest.raises(StepscopeError, match="but the allocator says"):
+    with pytest.raises(StepscopeError, match="but the allocator reports"):
         history.tables(config, [recording])
 
 

@@ -267,12 +267,12 @@ def test_notebook_step_trains_identically_to_the_library_step(precision, optimiz
 @pytest.mark.parametrize(
     "gpu_ms, end",
     [
-        (22.0, "50.0 ms and its kernels need 22.0 ms: it is launch-bound."),
-        (49.0, "50.0 ms and its kernels need 49.0 ms: it is GPU-bound."),
+        (22.0, "50.0 ms and its kernels take 22.0 ms: it is launch-bound."),
+        (49.0, "50.0 ms and its kernels take 49.0 ms: it is GPU-bound."),
         (np.nan, "50.0 ms."),
     ],
 )
 def test_finding_names_the_bound_when_gpu_time_is_known(gpu_ms, end):
     row = {"precision": "bf16", "mode": "step", "phase": TOTAL, "status": "ok", "wall_ms": 50.0}
     times = pd.DataFrame([row | {"enqueue_ms": 48.0, "gpu_ms": gpu_ms, "busy": gpu_ms / 50}])
-    assert tables.reading(times, "cuda") == f"In bf16 a full step takes {end}"
+    assert tables.reading(times, "cuda") == f"In bf16, a full step takes {end}"

@@ -330,7 +330,7 @@ def test_papermill_without_a_sweep_writes_a_readable_run(tmp_path, tiny):
     assert len(found.tables["benchmark.times"]) and "finding" in record.results
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {".lock", "benchmark"}
     code, said = by_papermill(benchmark, "out.ipynb", "-p", "contxt_length", "128", cwd=tmp_path)
-    assert code and "contxt_length: no such parameter; context_length may be meant" in said
+    assert code and "contxt_length: no such parameter; did you mean context_length?" in said
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -351,7 +351,7 @@ def test_unknown_parameters_are_rejected_except_in_sweeps():
     with pytest.raises(ConfigError, match="context_length: got 'long'"):
         from_notebook("benchmark", names | {"context_length": "long"})
     with pytest.raises(
-        ConfigError, match="^sizes: no such parameter; size may be meant; known are batch_size"
+        ConfigError, match="^sizes: no such parameter; did you mean size\\? The known names are batch_size"
     ):
         from_notebook("benchmark", names | {"In": [*cells[:2], "# Parameters\nsizes = 'nano'\n"]})
 

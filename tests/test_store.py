@@ -70,11 +70,14 @@ def test_error_names_the_unreadable_folder(tiny, barred):
         ),
         (
             lambda place: (place / "times.parquet").unlink(),
-            "times.parquet: missing, but the record lists this file",
+            "times.parquet: no such file, but the record lists it",
         ),
         (lambda place: (place / "notebook.ipynb").write_text("x"), "notebook.ipynb: differs"),
-        (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: missing, but the record"),
-        (lambda place: (place / "record.json").unlink(), "record.json: this run folder has no record"),
+        (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: no such file, but the record"),
+        (
+            lambda place: (place / "record.json").unlink(),
+            "record.json: no such file, but a run's folder must have",
+        ),
         (lambda place: (place / "record.json").write_text("{"), "record.json: not a valid record"),
         (
             lambda place: (

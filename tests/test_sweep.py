@@ -324,7 +324,7 @@ def test_runs_of_a_different_notebook_version_are_repeated_only_with_replace(sto
     end = sweeping._what_is_left(plan, store, recording, sources, replace=True)
     assert end.counts == {"ok": 2, "oom": 1} and [config.seed for config in end.left] == [2, 3, 4, 6]
     output = recording.export_text()
-    assert "another version of the notebook measured 2 of them" in output
+    assert "another version of the notebook measured 2 of the runs" in output
     assert f"GPU's memory: {tiny(seed=90).label}" in output
 
 

@@ -154,7 +154,7 @@ def test_workers_without_resources_are_rejected_before_creating_a_folder(cluster
     dask.worker("OTHER=1")
     first = sweep(dask, [0])
     assert first.process.wait(60) == 2
-    assert "offer neither the resource GPU nor RUNS" in first.output_file.read_text()
+    assert "offer neither the resource GPU nor the resource RUNS" in first.output_file.read_text()
     assert not store.root.exists()
 
 

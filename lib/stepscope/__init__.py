@@ -5,7 +5,7 @@ from pathlib import Path
 __version__ = "0.3.0"
 
 PACKAGE = Path(__file__).resolve().parent
-# The checkout that this package lies in; None where it is installed without one.
+# The folder of the checkout that contains this package; None if the package was installed without a checkout.
 PROJECT = (
     PACKAGE.parents[1]
     if PACKAGE.parent.name == "lib" and (PACKAGE.parents[1] / "pyproject.toml").is_file()
@@ -14,7 +14,9 @@ PROJECT = (
 
 
 class StepscopeError(Exception):
-    """Something outside this code is not as it has to be: input, a file, the machine. The text is one
-    sentence for the user, or lines if ``has_lines``."""
+    """An error in the input, a file or the machine, not in this code.
+
+    The text is one sentence for the user, or several lines if ``has_lines``.
+    """
 
     has_lines = False

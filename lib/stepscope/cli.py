@@ -20,7 +20,8 @@ from stepscope import PROJECT, StepscopeError, __version__
 from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here, machine, software
 
-# Other modules are imported lazily: Ctrl-C during an import prints a traceback until main has set its action.
+# Other modules are imported lazily: until main has set the action for Ctrl-C, interrupting an import prints a
+# traceback.
 if TYPE_CHECKING:
     from stepscope.runs.record import Record
     from stepscope.runs.sweep import SweepOptions
@@ -43,10 +44,10 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL in sysexi
 
 
 def _folder(text: str) -> Path:
-    """Parse a folder's path; reject "" (from an unset variable), which Path would read as the current folder."""
+    """Parse a folder's path; reject "", which comes from an unset shell variable, and which Path reads as "."."""
     if not text:
         raise typer.BadParameter(
-            "got an empty string, but expected the path of a folder (. is the current folder)"
+            "got an empty string, but expected the path of a folder ('.' is the current folder)"
         )
     return Path(text)
 
@@ -77,7 +78,7 @@ BudgetOption = Annotated[
         "--time-budget",
         min=0,
         metavar="MINUTES",
-        help="Start no more runs after this time, and report how many are left.",
+        help="Time after which no more runs start; the number of runs left is then reported.",
     ),
 ]
 WorkersOption = Annotated[
@@ -112,7 +113,7 @@ EditionOption = Annotated[
     typer.Option(
         "--edition",
         metavar="2025|2026",
-        help="Edition of the assignment whose sizes the names refer to; xl differs.",
+        help="Edition of the assignment that defines the size names; xl differs between the editions.",
         show_default="2025",
     ),
 ]
@@ -149,10 +150,10 @@ def _seconds(minutes: float | None) -> float | None:
 
 
 def _local_runs(runs: Path | None, reading: bool = False) -> Path:
-    """Return ``runs``, or by default this machine's runs folder, which is named after the machine's device.
+    """Return ``runs``, or if it is None, this machine's runs folder, which is named after the machine's device.
 
-    The default is in the checkout, where git ignores it, or else in the current directory. When ``reading``, a
-    single existing local folder is used regardless of its device.
+    This machine's folder is in the checkout, where git ignores it, or in the current directory if there is no
+    checkout. When ``reading``, if there is only one local folder, it is used regardless of its device.
     """
     if runs:
         return runs
@@ -208,8 +209,8 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or built-in sweeps: reference, tour or 2026 on a GPU, cpu without one, or a"
-            " study's name (tiny models if there is no GPU)."
+            help="Sweep files (YAML), or names of built-in sweeps: reference, tour or 2026 on a GPU, cpu without"
+            " one, or a study's name (which measures tiny models if there is no GPU)."
         ),
     ],
     runs: RunsOption = None,
@@ -224,7 +225,7 @@ def sweep(
             exists=True,
             file_okay=False,
             help="Folder of notebooks to execute, such as your copies in lab.",
-            show_default="the package's",
+            show_default="the package's notebooks",
         ),
     ] = None,
     images: Annotated[
@@ -321,12 +322,12 @@ def ladder(
     if model and ":" in model:
         if edition or shape or context:
             raise StepscopeError(
-                "--edition, --shape, --context: got a model of your own, which takes -p NAME=VALUE instead"
+                "--edition, --shape and --context don't apply to a model of your own; use -p NAME=VALUE"
             )
         block = _block_of_model(model, parameter or [])
     else:
         if parameter:
-            raise StepscopeError(f"-p: got {parameter[0]!r:.80}, but it only applies to a model of your own")
+            raise StepscopeError(f"-p: got {parameter[0]!r:.80}, but -p only applies to a model of your own")
         contexts = context or [512 if gpus_here() else 64]
         fixed = _requested_shape(model, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
         block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
@@ -335,9 +336,10 @@ def ladder(
 
 
 def _block_of_model(model: str, parameters: list[str]) -> dict[str, Any]:
-    """Return the block of a sweep that measures a user's model, for all combinations of the given arguments.
+    """Return a sweep's block that measures a user's model with all combinations of the given arguments.
 
-    The runs find the model through the environment, because their records contain no path.
+    Environment variables tell the runs where the model is, because configurations are recorded, and records must
+    not contain paths.
     """
     from stepscope.studies.your_model.config import ARGUMENT
     from stepscope.studies.your_model.source import MODEL, find
@@ -352,7 +354,8 @@ def _block_of_model(model: str, parameters: list[str]) -> dict[str, Any]:
         values.setdefault(argument.partition("=")[0], []).append(argument)
     arguments = [" ".join(combination) for combination in itertools.product(*values.values())]
     os.environ[MODEL] = source.place
-    if not source.place.startswith(str(source.path)):  # a package's module is imported from its root
+    # The module of a package is imported from the folder that contains the package.
+    if not source.place.startswith(str(source.path)):
         os.environ["PYTHONPATH"] = os.pathsep.join([str(source.root), os.environ.get("PYTHONPATH", "")])
     return {"study": "your_model", "fixed": source.fields, "axes": {"arguments": arguments}}
 
@@ -368,7 +371,7 @@ def _requested_shape(size: str | None, edition: int | None, shape: str | None) -
         return {"size": resolve_size(str(size), edition)}
     if edition is not None:
         raise StepscopeError(
-            f"--edition: got {edition}, but it only applies to a named size, and --shape was given"
+            f"--edition: got {edition}, but --edition only applies to a named size, and --shape was given"
         )
     if not re.fullmatch(r"[0-9]{1,7}(/[0-9]{1,7}){3}", shape):
         raise StepscopeError(f"--shape: got {shape!r:.80}, but expected four numbers such as 768/3072/12/12")
@@ -381,8 +384,8 @@ def list_runs(
 ) -> None:
     """List a folder's runs with their status, and report invalid records.
 
-    If the output isn't a terminal, it has tab-separated columns and a header line. Exit status: 1 if a record is
-    invalid.
+    If the output isn't a terminal, the list has tab-separated columns and a header line. Exit status: 1 if a
+    record is invalid.
     """
     from stepscope.runs.record import inconsistency_warnings, mixed_notebook_warnings
     from stepscope.runs.store import Store
@@ -439,10 +442,10 @@ def render(
         ),
     ] = False,
 ) -> None:
-    """Write the report of a runs folder, which compares it with the reference: report.md, report.html, figures.
+    """Write a report that compares a runs folder with the reference: report.md, report.html and figures.
 
     With --writeup, write writeup.md, writeup.html, evidence and figures from the templates in writeup/. If the
-    folder isn't a complete campaign, this lists the missing parts.
+    folder isn't a complete campaign, the command lists the missing parts.
     """
     folder = _local_runs(runs, reading=True)
     _render(folder, out or folder, writeup)
@@ -508,7 +511,7 @@ def fit(
     size: Annotated[
         str | None,
         typer.Argument(
-            help="A named size, unless you give --shape. Without either, show the assignment's grid."
+            help="A named size, unless you give --shape. Without a size or a shape, show the assignment's grid."
         ),
     ] = None,
     edition: EditionOption = None,
@@ -523,7 +526,7 @@ def fit(
         float | None,
         typer.Option(
             help="GPU memory in GiB: nvidia-smi's MiB divided by 1,024, not the GB of a data sheet.",
-            show_default="that of the smallest GPU here, or 80",
+            show_default="the memory of this machine's smallest GPU, or 80",
         ),
     ] = None,
 ) -> None:
@@ -569,8 +572,8 @@ def profile(
     phase: Annotated[
         list[str] | None,
         typer.Option(
-            help="A phase and the name of its ranges (forward=NAME) or a pattern (forward=*(F)); repeat the"
-            " option for several phases."
+            help="A phase and the name of its ranges (forward=NAME) or a pattern for the name (forward=*(F));"
+            " repeat the option for several phases."
         ),
     ] = None,
     device: Annotated[int | None, typer.Option(help="Index of the GPU.", show_default="the busiest")] = None,
@@ -597,8 +600,9 @@ def profile(
 ) -> None:
     """Summarize a profiler capture: where a step's GPU time goes, why the GPU is idle, what to optimize first.
 
-    For the captures of several ranks, show each rank's compute, transfer and waiting, and who waits for whom.
-    For a memory snapshot, show the peak, the tensors that it consists of, and the lines that allocated them.
+    For captures of several ranks, show the time that each rank computes, transfers and waits, and which rank the
+    others wait for. For a memory snapshot, show the peak memory, the tensors that make it up, and the lines of
+    code that allocated them.
 
     Exit status: 0 on success, 2 if the file isn't a valid capture.
     """
@@ -617,24 +621,26 @@ def profile(
     try:
         if len(files) > 1:
             if csv or from_ms is not None or to_ms is not None:
-                raise StepscopeError("--csv, --from, --to: got several captures, but these options take one")
+                raise StepscopeError(
+                    "--csv, --from, --to: got several captures, but these options take only one"
+                )
             lines = profile_ranks(files, step, phases_of(phase or []), device)
         elif is_pickle(file):
             if step or phase or from_ms is not None or to_ms is not None:
                 raise StepscopeError(
-                    f"{file}: this is a memory snapshot, so --step, --phase, --from and --to don't apply"
+                    f"{file} is a memory snapshot, to which --step, --phase, --from and --to don't apply"
                 )
             lines = snapshot_lines(file, device=device, csv=csv)
         else:
             lines = profiled(file, step, phases_of(phase or []), device, csv, from_ms, to_ms)
-    except OSError as error:  # an output error, because input errors are TraceErrors
+    except OSError as error:  # this is an output error, because errors in the input are TraceErrors
         raise StepscopeError(f"{error.filename or csv or file}: {error.strerror or error}") from None
     print(rendered(lines, form))
 
 
 @app.command()
 def doctor() -> None:
-    """Show this machine's hardware and software, and what is missing for measuring."""
+    """Show this machine's hardware and software, and any tools that measuring needs but that are missing."""
     from stepscope.config import resolve_device
     from stepscope.measure.rates import kernel_launch_us
 
@@ -658,7 +664,7 @@ def _nsys_status() -> str:
     if nsys is None:
         return (
             "not found on the PATH, in the usual install folders or inside Nsight Compute, so torch.profiler is"
-            " used instead. To get it, install NVIDIA's CUDA toolkit or the package nsight-systems-cli."
+            " used instead. To use nsys, install NVIDIA's CUDA toolkit or the package nsight-systems-cli."
         )
     if missing := missing_libraries(nsys):
         return (
@@ -669,11 +675,12 @@ def _nsys_status() -> str:
 
 
 def main() -> None:
-    """Run the command line; on an input or file error, print one line, without a traceback, and exit with 2."""
-    # Until a sweep handles Ctrl-C, it simply ends the process, because imports can swallow a KeyboardInterrupt.
+    """Run the command line; on an input or file error, print one line instead of a traceback, and exit with 2."""
+    # Until a sweep handles Ctrl-C, SIGINT ends the process directly, because imports can swallow a
+    # KeyboardInterrupt.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.stdout is None:  # stdout was closed before the start, so writing to it should fail
+    if sys.stdout is None:  # stdout was closed before the start; writing to this replacement fails
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     try:
         try:
@@ -685,7 +692,7 @@ def main() -> None:
     except OSError as error:
         if error.strerror is None:  # raised by a library, not by the OS
             raise
-        if error.filename is None:  # otherwise, Python would flush the rest at exit and fail again
+        if error.filename is None:  # writing to stdout failed; flushing it again at exit would, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # the reader has closed the pipe
             sys.exit(EXIT_FAILED)

@@ -31,7 +31,7 @@ class Dimensions(NamedTuple):
     num_heads: int
 
 
-# The handout's five sizes, the 2026 edition's 10B, and three sizes that run in milliseconds on a laptop's CPU.
+# The handout's five sizes, 10B from its 2026 edition, and three sizes that run in milliseconds on a laptop's CPU.
 SIZES = {
     "small": Dimensions(768, 3072, 12, 12),
     "medium": Dimensions(1024, 4096, 24, 16),
@@ -45,7 +45,7 @@ SIZES = {
 }
 SIZE_RANKS = {name: shape.d_model * shape.num_layers for name, shape in SIZES.items()}  # smallest first
 CPU_SIZES = ("nano", "micro", "tiny")
-# Size names in each year's handout, mapped to ours; records, sweeps and tables use our names.
+# Size names in each year's handout, mapped to the names in SIZES, which records, sweeps and tables use.
 EDITIONS = {
     2025: {name: name for name in ("small", "medium", "large", "xl", "2.7B")},
     2026: {"small": "small", "medium": "medium", "large": "large", "xl": "2.7B", "10B": "10B"},
@@ -125,7 +125,7 @@ def truncated_repr(value: Any) -> str:
 
 
 class RunConfig(BaseModel):
-    """The fields of every run. Build configurations with :func:`configure`, which gives readable errors."""
+    """The fields of every run. Build configurations with :func:`configure`, whose error messages are readable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -141,7 +141,7 @@ class RunConfig(BaseModel):
 
     @classmethod
     def tunable_fields(cls) -> list[str]:
-        """Return the fields that allow more than one value, which are the parameters of the study's notebook."""
+        """Return the fields that allow more than one value; these are the parameters of the study's notebook."""
         names = []
         for name, field in cls.model_fields.items():
             is_literal = get_origin(field.annotation) is Literal
@@ -163,14 +163,14 @@ class RunConfig(BaseModel):
 
     @property
     def gpus_needed(self) -> int:
-        """The number of GPUs that the run uses; on a CPU, the number of a worker's slots."""
+        """The number of GPUs that the run uses; on a CPU, the number of the worker's slots that it uses."""
         return 1
 
     def digest(self) -> str:
         """Return a digest of the fields that differ from their defaults.
 
-        Defaults are excluded so that adding a field later doesn't rename existing runs. This is safe because a
-        record holds every field, and doesn't match a configuration with other values.
+        Defaults are excluded so that adding a field later doesn't rename existing runs. If a default changes, two
+        configurations can share a digest, but a record holds every field, so it matches only one of them.
         """
         return digest_of(self.fields_of_id())
 
@@ -183,7 +183,7 @@ class RunConfig(BaseModel):
         return f"d{self.d_model}"
 
     def words_of_id(self) -> list[str]:
-        """Return the words of the run id: shape, context length, and mode and precision if they can vary."""
+        """Return the run id's words: shape and context length, and mode and precision if the study varies them."""
         words = [self.shape.replace(" ", "-"), f"ctx{self.context_length}"]
         tunable = self.tunable_fields()
         for name in ("mode", "precision"):
@@ -236,7 +236,7 @@ class StepConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_dimensions(cls, values: Any) -> Any:
-        """Fill in the dimensions of a named size, or the name of a size with known dimensions.
+        """Fill in the dimensions if a size is named, or the name if a named size has these dimensions.
 
         ``size`` can also be an unnamed size as tables format it, such as "d512 f2048 l8 h8". The optional
         ``edition``, which isn't a field, is the year of the handout that the size's name comes from.
@@ -252,8 +252,8 @@ class StepConfig(RunConfig):
         edition = values.pop("edition", None)
         if size == "custom" and edition is not None:
             raise ValueError(
-                f"edition: got {truncated_repr(edition)}, but it only applies to a named size;"
-                " leave it out or add a size"
+                f"edition: got {truncated_repr(edition)}, but an edition only applies to a named size;"
+                " leave out the edition or add a size"
             )
         dimensions: dict[str, int] = {}
         unnamed = SHAPE.fullmatch(str(size))
@@ -337,7 +337,7 @@ def configure(study: str, **values: Any) -> Any:
 
 
 def format_errors(error: ValidationError, model: type[BaseModel]) -> str:
-    """Format a validation error: one sentence per invalid field, which a path names (``tables.samples.rows``)."""
+    """Format a validation error: one sentence per invalid field, which begins with the field's path."""
     sentences = [_format_error(item, model) for item in error.errors()]
     return "; ".join(sentences)
 
@@ -362,11 +362,11 @@ def _format_location(part: Any) -> str:
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
-    """Suggest the closest known name for an unknown one, and list all known names."""
+    """Suggest the known name that is closest to an unknown name, and list all known names."""
     names = list(known)
     matches = difflib.get_close_matches(name[:MAX_SHOWN], names, 1)
-    all_names = f"known are {', '.join(names)}"
-    return f"{matches[0]} may be meant; {all_names}" if matches else all_names
+    all_names = f"known names are {', '.join(names)}"
+    return f"did you mean {matches[0]}? The {all_names}" if matches else f"the {all_names}"
 
 
 def from_notebook(study: str, names: dict[str, Any]) -> Any:
@@ -386,11 +386,11 @@ def from_notebook(study: str, names: dict[str, Any]) -> Any:
 
 
 def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ()) -> None:
-    """Reject unknown papermill parameters, for which papermill itself only prints a warning.
+    """Reject unknown papermill parameters, because papermill itself only prints a warning about them.
 
     Args:
         names: the notebook's ``globals()``, whose history ``In`` includes the cell that papermill injects.
-        more_names: names that are allowed in addition to those of the parameters cell.
+        more_names: names that are allowed in addition to the names in the parameters cell.
 
     Raises:
         ConfigError: a parameter is unknown; the message lists the known ones.
@@ -407,7 +407,7 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
 
 
 def assigned_constants(cell: str) -> list[str]:
-    """Return the names to which a cell assigns constants; empty if it has other statements, apart from imports."""
+    """Return the names to which a cell assigns constants; empty if the cell does more than assign and import."""
     names: list[str] = []
     try:
         for statement in ast.parse(cell).body:
@@ -434,14 +434,14 @@ def require_device(config: RunConfig) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"device: got 'cuda', but torch {torch.__version__} sees no CUDA GPU here;"
-                " 'cpu' and 'auto' are possible"
+                " use 'cpu' or 'auto'"
             )
         major, minor = torch.cuda.get_device_capability()
         if config.precision in ("tf32", "bf16") and major < 8:
             name = torch.cuda.get_device_name()
             raise ConfigError(
                 f"precision: got {config.precision!r}, but {name} has compute capability {major}.{minor},"
-                " which is below the required 8.0; fp32 and fp16 are possible"
+                " which is below the required 8.0; use fp32 or fp16"
             )
     elif config.precision == "tf32":
-        raise ConfigError("precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible")
+        raise ConfigError("precision: got 'tf32', but CPUs don't support TF32; use fp32, bf16 or fp16")

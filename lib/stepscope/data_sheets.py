@@ -8,10 +8,10 @@ from stepscope.yaml_files import load_yaml
 
 
 def data_sheet(name: str) -> dict[str, Any]:
-    """Return a GPU's data sheet, which we find by the words in the GPU's name; empty if the GPU isn't listed.
+    """Look up a GPU's data sheet by the words in the GPU's name; return an empty dict if the GPU isn't listed.
 
-    Keys: each precision's dense rate in TFLOP/s, the memory bandwidth ``tb_s`` in TB/s, the ``link`` to other GPUs
-    and its bandwidth ``link_gb_s`` in GB/s, ``source`` and ``url``.
+    Keys: the dense rate of each precision in TFLOP/s, the memory bandwidth ``tb_s`` in TB/s, the ``link`` to other
+    GPUs and its bandwidth ``link_gb_s`` in GB/s, ``source`` and ``url``.
     """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     return next(

@@ -19,12 +19,12 @@ def open_within(root: Path, name: str) -> BufferedReader:
         name: the file's path relative to ``root``.
 
     Raises:
-        OSError: the file is missing, isn't a regular file, or is outside ``root`` according to its path or a link.
+        OSError: the file is missing, isn't a regular file, or is outside ``root`` (perhaps through a symlink).
     """
     path = Path(os.path.realpath(root / name))
     if not path.is_relative_to(os.path.realpath(root)):
-        raise OSError(errno.EINVAL, "it is outside of the folder")
-    if path.exists() and not path.is_file():  # opening a pipe would wait until another process opens it, too
+        raise OSError(errno.EINVAL, "it is outside the folder")
+    if path.exists() and not path.is_file():  # opening a pipe would block until another process opens it, too
         raise OSError(errno.EINVAL, "it is not a regular file")
     return path.open("rb")
 
@@ -51,7 +51,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
     """Write files that belong together.
 
     All new files are on disk, under temporary names, before the first new file replaces its old version.
-    Therefore, if the disk is full, the old files remain unchanged and no temporary files remain.
+    Therefore, if the disk is full, the old files stay unchanged and no temporary files are left.
 
     Raises:
         OSError: a file can't be written.
@@ -70,7 +70,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
             temporary.replace(path)
     finally:
         for temporary in temporaries.values():
-            with suppress(OSError):  # it has been renamed
+            with suppress(OSError):  # usually missing, because it has been renamed
                 temporary.unlink()
     for folder in {path.parent for path in texts}:
         sync(folder)

@@ -7,16 +7,16 @@ import pandas as pd
 
 # A step is not launch-bound if its GPU is busy for at least this share of the wall time.
 LAUNCH_BOUND = 0.95
-# Smaller speedups are noise, because most optimized steps are power-limited and their clock fluctuates.
+# Smaller gains are noise, because most optimized steps are power-limited, so their clock fluctuates.
 MIN_GAIN = 0.03
-# Smaller speedups of a launch-bound step are noise. Its wall time doesn't repeat: even the fastest of a hundred
+# Smaller gains of a launch-bound step are noise. Its wall time isn't reproducible: even the fastest of a hundred
 # steps varies between processes on an otherwise idle machine.
 MIN_LAUNCH_BOUND_GAIN = 0.20
-# The wall times of a process's warm steps differ by less than this share. A step that differs by more is still
-# warming up, or is launch-bound.
+# Once a process has warmed up, the wall times of its steps differ by less than this share. A step that differs by
+# more is still warming up, or is launch-bound.
 MAX_WARM_SPREAD = 0.01
 # GPU time and wall time come from different steps, whose clocks differ slightly, so ``busy`` can slightly exceed
-# 1. A larger value is impossible: something disturbed the measurement, and reports omit the case.
+# 1. A value above these limits means that something disturbed the measurement, so reports omit the case.
 MAX_BUSY = 1.02
 MAX_BUSY_POWER_LIMITED = 1.03
 # A GPU whose SM clock is below this share of its maximum is power-limited.
@@ -49,14 +49,14 @@ def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan
     """Return whether a phase or step is launch-bound; False if ``busy`` is unknown.
 
     A step is launch-bound if (1) the GPU is idle for more than 5% of the wall time and (2) the CPU takes longer to
-    enqueue the step than the GPU takes to run it. Neither condition is enough alone. Small kernels leave gaps of
-    2 µs even if the CPU is far ahead. And once the launch queue (1,024 launches) is full, the CPU must wait for
-    the GPU, so enqueuing takes almost as long as the step.
+    enqueue the step than the GPU takes to run it. Neither condition suffices alone. Small kernels leave gaps of
+    2 µs even if the CPU is far ahead. Once the launch queue (1,024 launches) is full, the CPU must wait for the
+    GPU, so enqueuing takes almost as long as the step.
 
     Args:
         busy: GPU time over wall time, or NaN.
-        enqueue_ms: the CPU's time; if it is NaN, only the first condition counts.
-        gpu_ms: the GPU's time.
+        enqueue_ms: the time that the CPU takes to enqueue the step; if it is NaN, only the first condition counts.
+        gpu_ms: the time that the GPU takes to run the step.
     """
     is_gpu_idle = busy < LAUNCH_BOUND
     is_cpu_ahead = enqueue_ms <= gpu_ms
@@ -73,9 +73,9 @@ def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
 def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> float:
     """Return the speedup in wall time from one step to another; NaN if it is within the noise.
 
-    If one of the steps is launch-bound, the fastest steps are compared, because launch-bound medians don't
-    repeat, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are compared,
-    and every difference counts.
+    If one of the steps is launch-bound, the fastest steps are compared, because medians of launch-bound steps
+    aren't reproducible, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are
+    compared, and every difference counts.
 
     Args:
         before, after: mappings with ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and ``busy``.

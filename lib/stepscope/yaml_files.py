@@ -9,7 +9,7 @@ from ruamel.yaml.error import YAMLError
 from stepscope import StepscopeError
 
 MAX_BYTES = 2**20
-# These include errors that ruamel's constructors raise for invalid dates, unknown tags and deep nesting.
+# Besides YAMLError, ruamel raises these errors for invalid dates, unknown tags and deep nesting.
 UNREADABLE = (OSError, YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -26,7 +26,7 @@ def load_yaml(path: Path) -> Any:
     """
     try:
         if path.is_fifo():  # reading a FIFO would block until a writer opens it
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
         return YAML(typ="safe", pure=True).load(path.read_text("utf-8-sig"))

@@ -1,4 +1,7 @@
-"""Draw figures, with one module per study. Each function draws rows of views under a title from the document."""
+"""Draw figures, with one module per study.
+
+Each function takes a title from the document, and rows of views to draw.
+"""
 
 import importlib
 from collections.abc import Callable

@@ -34,7 +34,7 @@ def phases(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def busy(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw how busy the GPU is over the context length, with one line per size and hollow GPU-bound points.
+    """Draw how busy the GPU is over the context length, with one line per size; GPU-bound points are hollow.
 
     Args:
         rows: rows of the view ``times``, one per size and context length.

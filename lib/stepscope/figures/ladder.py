@@ -16,8 +16,8 @@ OFFSET = "offset points"
 def ladder(title: str, rows: pd.DataFrame) -> Picture:
     """Draw each configuration's wall time on a logarithmic axis, with Hugging Face's configurations in orange.
 
-    Dashed lines show reference times for our fully optimized step: the time that its FLOPs and bytes take at burst
-    rates, and the time that they take if matmuls run at the sustained rate.
+    Dashed lines show two reference times for our fully optimized step: the time that its FLOPs and bytes take at
+    burst rates, and the same time if matmuls run at the sustained rate.
 
     Args:
         rows: rows of the view ``steps``, for one case, with our configurations in order.
@@ -54,7 +54,7 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
 
 
 def _reference(axes: Axes, ms: float, span: tuple[float, float], color: str, label: str) -> None:
-    """Draw a labeled dashed line at a time, unless it is unknown."""
+    """Draw a labeled dashed line at a time in ms; draw nothing if the time is NaN."""
     if pd.isna(ms):
         return
     width = 1.2 if color == INK else 0.6
@@ -73,7 +73,10 @@ def _reference(axes: Axes, ms: float, span: tuple[float, float], color: str, lab
 def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
     """Draw a waterfall from a step's wall time down to its reference time.
 
-    Each bar is the time that one part of the step takes beyond its own reference time.
+    Each bar is the time by which one part of the step exceeds its reference time.
+
+    Args:
+        parts: rows of the view ``parts``, for one step.
     """
     total = parts[parts.part == "the step"].iloc[0]
     rows = parts[parts.part != "the step"].sort_values("over_ms", ascending=False, kind="stable")
@@ -116,9 +119,10 @@ def ladder_roofline(
 
     Args:
         points: rows of the view ``roofline``.
-        rates: one row of the view ``rates``, whose large matmuls and copy are the roofs.
-        launched: one step, whose FLOPs divided by the time of its launches give the dashed line.
-        launching: steps with ``launch_us``; the dashed line uses the minimum.
+        rates: one row of the view ``rates``; the rates of its large matmuls and its copy are the roofs.
+        launched: one row of the view ``steps``. The dashed line is the FLOPs of this step, divided by the time to
+            launch its kernels.
+        launching: rows of the view ``steps`` with ``launch_us``, whose minimum is the time to launch a kernel.
     """
     rate, step = rates.iloc[0], launched.iloc[0]
     launch_s = launching.launch_us.min() * step.operations / 1e6
@@ -153,7 +157,7 @@ def ladder_roofline(
 
 
 def _roofs(axes: Axes, rate: pd.Series, left: float, right: float) -> None:
-    """Draw the roofs: a copy's rate, and the rates of large matmuls from their ridge points on."""
+    """Draw the roofs: the rate of a copy, and from the ridge points on, the rates of large matmuls."""
     copy, bf16, fp32 = rate.copy_tb_per_s, rate.bf16_tflops, rate.fp32_tflops
     ridge = bf16 / copy
     axes.plot([left, ridge], [left * copy, bf16], color=INK, linewidth=1)
@@ -183,7 +187,7 @@ def _points(axes: Axes, points: pd.DataFrame, color: str) -> None:
     axes.scatter(points.intensity, points.tflops, s=36, color=color, zorder=3)
     for x, y, part in zip(points.intensity, points.tflops, points.part):
         is_above = part in ("AdamW", "attention")
-        is_left = part == "AdamW" and color == BLUE  # because its right side is next to the roof
+        is_left = part == "AdamW" and color == BLUE  # on the right side, the label would cross the roof
         axes.annotate(
             part,
             (x, y),
@@ -218,7 +222,7 @@ def fp8(title: str, rows: pd.DataFrame) -> Picture:
 
 @style.look()
 def ladder_training(title: str, curves: pd.DataFrame) -> Picture:
-    """Draw each optimization's training loss minus the baseline's.
+    """Draw each optimization's training loss minus the loss of the baseline.
 
     Blue curves start from the same weights as the baseline. Gray curves show the baseline with different seeds.
 

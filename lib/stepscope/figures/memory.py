@@ -22,7 +22,7 @@ KIND_COLORS = {
     "other": style.FILL,
 }
 MAX_POINTS = 160  # maximum number of points in a timeline, because each point takes space in the SVG
-MIN_NAMED_SHARE = 0.08  # share of the height or width; thinner parts aren't labeled
+MIN_NAMED_SHARE = 0.08  # minimum share of the height or width; smaller parts aren't labeled
 
 
 @style.look()
@@ -31,7 +31,7 @@ def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> 
 
     Args:
         timeline: rows of the view ``timeline`` for one configuration, with at least one mode.
-        peaks: rows of the view ``peaks``, with each mode's total.
+        peaks: rows of the view ``peaks``: the row with the phase "total" of each mode.
     """
     modes = [mode for mode in PHASES if (timeline["mode"] == mode).any()]
     widths = [max(2, len(PHASES[mode])) for mode in modes]
@@ -100,7 +100,7 @@ def _name_spike(axis: Axes, place: int, top: np.ndarray, kind: str) -> None:
 
 
 def _mark_phases(axis: Axes, phases: pd.Series) -> None:
-    """Draw a labeled line at the start of each phase; if the last phase is narrow, end its label at the edge."""
+    """Draw a labeled line at the start of each wide phase; the label of a narrow last phase ends at the edge."""
     starts = phases.ne(phases.shift()).to_numpy().nonzero()[0]
     if len(starts) < 2:
         return
@@ -118,7 +118,7 @@ def _mark_phases(axis: Axes, phases: pd.Series) -> None:
 
 
 def _mark_peak(axis: Axes, total: pd.Series, text: str) -> None:
-    """Mark the highest point with ``text``: the allocated peak, slightly more than the requested memory drawn."""
+    """Mark the highest point with ``text``, the peak of allocated memory (the figure draws requested memory)."""
     place = int(total.to_numpy().argmax())
     axis.plot([place], [total.iloc[place]], "v", color=style.INK)
     axis.annotate(

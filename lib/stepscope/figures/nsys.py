@@ -5,12 +5,13 @@ import pandas as pd
 from stepscope.report import style
 from stepscope.studies.nsys.figures import ON_GPU, draw_lanes, draw_shares
 
-PHASES = {"forward": "forward", "backward": "backward", "optimizer": "AdamW"}  # the loss is too short to see
+# Without the loss, which is too short to see.
+PHASES = {"forward": "forward", "backward": "backward", "optimizer": "AdamW"}
 
 
 @style.look()
 def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Picture:
-    """Draw a bar for each size and phase of a full step, divided by kernel category, in shares of the step.
+    """Draw a bar for each size and phase of a full step, divided by kernel category, as shares of the step.
 
     Args:
         categories: rows of the view ``profile_categories`` for one mode, one row per size, phase and category.
@@ -36,7 +37,7 @@ def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Pic
 
 @style.look()
 def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
-    """Draw one millisecond of forward: CPU launches, GPU kernels, and the GPU kernels of the same CUDA graph.
+    """Draw one millisecond of forward: CPU launches, GPU kernels, and GPU kernels if forward is a CUDA graph.
 
     Args:
         operations: rows of the view ``launch_timeline`` for one configuration.

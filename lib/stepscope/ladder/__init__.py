@@ -1,1 +1,1 @@
-"""Measure a training step after each optimization, for the studies of the built-in model and of your own model."""
+"""Measure a training step after each optimization, for the built-in Transformer and for users' models."""

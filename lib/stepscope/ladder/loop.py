@@ -1,4 +1,4 @@
-"""Measure training steps that optimizations have changed, one case at a time, in this process.
+"""Measure training steps to which optimizations have been applied, one case at a time, in this process.
 
 A case is a subject (:class:`stepscope.optimizations.transforms.TrainedSubject`) with some transforms. For each
 case, :class:`Loop`
@@ -27,29 +27,30 @@ from stepscope import measure
 from stepscope.config import RunConfig
 from stepscope.ladder import numerics
 from stepscope.measure.timing import LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S, LONG_MS, MIN_STEPS
-from stepscope.optimizations.any_model import WARMUPS  # also before a baseline is timed
+from stepscope.optimizations.any_model import WARMUPS  # the warm-up steps of CUDA graphs and of baselines
 from stepscope.optimizations.transforms import Step, TrainedSubject, Transform, Unsupported, apply
 from stepscope.report.tables import number
 from stepscope.stats import location
 from stepscope.traces.attribution import TraceError
 
-SETTLING_S = 0.4  # until the clock of a power-limited step has settled
+SETTLING_S = 0.4  # time until the clock of a power-limited step has settled
 TIMED_S = 2.0  # duration of the timed steps
 PROFILED_S = 1.0  # duration of the profiled steps, if they are power-limited
-# The same after a pause, when the clock of a power-limited step first rises and then overshoots.
+# Settling time after a pause: the clock of a power-limited step then first rises and overshoots.
 SETTLING_AFTER_PAUSE_S = 1.0
 MAX_STEPS = 2000
-MAX_RECOMPILES = 256  # shapes for which one function may be compiled
+MAX_RECOMPILES = 256  # maximum number of times that one function may be compiled, for different shapes
 
-Build = Callable[[int], TrainedSubject]  # makes a subject with this batch size
+Build = Callable[[int], TrainedSubject]  # builds a subject with the given batch size
 
 
 @dataclass
 class Case:
-    """One row: a subject with some transforms at a batch size.
+    """What one row measures: a subject with some transforms, at a batch size.
 
-    needed: transforms that must apply; others are skipped if they don't.
-    left_out: the transform that this case is measured without, if it is one of ``ablations``.
+    Args:
+        needed: transforms that must apply; other transforms are skipped if they don't apply.
+        left_out: in an ablation, the transform that is left out; None in other cases.
     """
 
     name: str
@@ -60,10 +61,11 @@ class Case:
     left_out: Transform | None = None
     is_baseline: bool = False
     row: dict[str, Any] = field(init=False)
-    subject: TrainedSubject | None = None  # without weights, until it is loaded
-    program: Any = None  # the key of its compiled code
-    applied: tuple[str, ...] = ()  # the transforms that applied
-    numbers: tuple[Any, ...] = ()  # of the first step, to check that a transform changes something
+    subject: TrainedSubject | None = None  # has no weights until it is loaded
+    program: Any = None  # the key of the subject's compiled code
+    applied: tuple[str, ...] = ()  # names of the transforms that were applied
+    # Results of the first step, which show whether a transform changes anything.
+    numbers: tuple[Any, ...] = ()
     precision: str = "fp32"
     moments: str = "fp32"
     compiles: bool = False
@@ -78,9 +80,9 @@ class Case:
 
 
 class Loop:
-    """Measure cases; their rows have the results.
+    """Measure cases, and write the results into the cases' rows.
 
-    replayed: the name of the eager case that is also timed as a CUDA graph; empty for none.
+    ``replayed`` is the name of the eager case that is also timed as a CUDA graph; "" for none.
     """
 
     replayed = ""
@@ -90,11 +92,12 @@ class Loop:
         self.device = config.device
         self.on_gpu = config.device == "cuda"
         self.cases: list[Case] = []
-        self.programs: dict[Any, TrainedSubject] = {}  # compiled code, which cases share
-        self.compile_s: dict[Any, float] = {}  # by program
-        self.fp32_gradients: dict[int, tuple[float, numerics.Gradients]] = {}  # and loss, by batch size
+        self.programs: dict[Any, TrainedSubject] = {}  # subjects whose compiled code other cases share
+        self.compile_s: dict[Any, float] = {}  # compile time in seconds, by program
+        # The loss and gradients of the fp32 step, by batch size.
+        self.fp32_gradients: dict[int, tuple[float, numerics.Gradients]] = {}
         self.kernels: dict[tuple[str, int], pd.DataFrame] = {}
-        self.learning_rate: float | None = None  # while steps are measured
+        self.learning_rate: float | None = None  # the negligible rate with which steps are measured
 
     def time(self, case: Case) -> None:
         self.visit(case, self.first_step, self.time_eager)
@@ -103,12 +106,13 @@ class Loop:
         show(case)
 
     def time_eager(self, case: Case, subject: TrainedSubject) -> None:
-        has_loss = subject.loss is not None  # otherwise it compiles its step, and keeps the first one's graph
+        # A subject without a loss compiles its own step, and keeps the graph of its first step.
+        has_loss = subject.loss is not None
         if has_loss and not subject.compiles:
             self.time_steps(case, subject)
 
     def visit(self, case: Case, *parts: Callable[[Case, TrainedSubject], None]) -> None:
-        """Load a case's weights, run these parts, and free the weights. If that fails, the row has the reason."""
+        """Load a case's weights, run the given parts, and free the weights; on a failure, set the row's reason."""
         if case.row["status"] != "ok":
             return
         failed: dict[Any, tuple[str, str]] = {}
@@ -123,7 +127,8 @@ class Loop:
             return
         status, reason = failed["case"]
         if "wall_ms" in case.row:
-            status, reason = "ok", f"not profiled: {reason}"  # timed, but not profiled
+            # The step was timed, so only the profile is missing.
+            status, reason = "ok", f"not profiled: {reason}"
         case.row |= {"status": status, "reason": reason}
         measure.release(self.device, after_error=True)
         measure.synchronizer(self.device)()  # raises if the error made the GPU unusable
@@ -152,7 +157,7 @@ class Loop:
             Unsupported: a transform that the case needs doesn't apply.
         """
         measure.allow_recompiling(MAX_RECOMPILES)
-        if case.left_out:  # without it, the row only makes sense if it applies
+        if case.left_out:  # leaving out a transform is meaningful only if the transform applies
             self.build(case, [*case.transforms, case.left_out], [case.left_out])
         subject, applied = self.build(case, case.transforms, case.needed)
         case.applied = tuple(transform.__name__ for transform in applied)
@@ -175,7 +180,7 @@ class Loop:
         transforms: Sequence[Transform],
         needed: Sequence[Transform],
     ) -> tuple[TrainedSubject, list[Transform]]:
-        """Build a subject without weights; return it, and the transforms that apply.
+        """Build a subject without weights; return the subject and the transforms that apply.
 
         Raises:
             Unsupported: a needed transform doesn't apply.
@@ -209,7 +214,7 @@ class Loop:
         if not case.is_baseline:
             self.compare(case, subject, loss)
         with measure.negligible_learning_rate(subject.optimizer):
-            subject.optimizer.step()  # compiles its kernel, and creates the moments
+            subject.optimizer.step()  # compiles the optimizer's kernel, and creates the moments
         subject.reset()
         moments = measure.storage_bytes([*subject.optimizer.state.values()])
         case.numbers = loss, type(subject.optimizer), moments, subject.launch
@@ -225,10 +230,11 @@ class Loop:
 
     @contextmanager
     def launched(self, subject: TrainedSubject) -> Iterator[None]:
-        """Make the step, for example a CUDA graph, with a negligible learning rate for the block.
+        """Make the step, for example a CUDA graph; within the context, the learning rate is negligible.
 
         Raises:
-            RuntimeError: the step is a CUDA graph, but its learning rate is a number, which replays would repeat.
+            RuntimeError: the step is a CUDA graph, but its learning rate is a number. Replays would keep using
+                this number even if the learning rate changes.
         """
         subject.step = subject.eager_step  # frees the memory of an earlier graph
         with measure.negligible_learning_rate(subject.optimizer):  # capturing a graph starts with a few steps
@@ -236,14 +242,16 @@ class Loop:
         rates = [group["lr"] for group in subject.optimizer.param_groups]
         has_tensor_rates = all(isinstance(rate, Tensor) for rate in rates)
         if is_launched(subject) and not has_tensor_rates:
-            raise RuntimeError("a CUDA graph needs a learning rate that is a tensor: lr=torch.tensor(...)")
-        # Again, because the launch may have made another optimizer.
+            raise RuntimeError(
+                "a CUDA graph needs a learning rate that is a tensor; use lr=torch.tensor(...)"
+            )
+        # Set the rate again, because the launch may have created another optimizer.
         with measure.negligible_learning_rate(subject.optimizer):
             self.learning_rate = measure.learning_rate(subject.optimizer)
             yield
 
     def settle(self, case: Case, subject: TrainedSubject) -> float:
-        """Warm up, on a GPU until the clock has settled; return the duration of one step after that, in ms."""
+        """Warm up, on a GPU until the clock has settled; then return the duration of one step in ms."""
         min_warmups = WARMUPS if is_launched(subject) or case.is_baseline else 1
         warmups = max(self.config.warmup_steps, min_warmups)
         step_ms = measure.back_to_back(subject.step, self.device, warmups)[-1]
@@ -254,14 +262,14 @@ class Loop:
         return step_ms
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Time steps back to back (the CPU waits only for the last one, as in training)."""
+        """Time steps back to back: as in training, the CPU launches steps without waiting for the GPU."""
         measure.reset_peak_memory(self.device)
         with self.launched(subject):
             self.time_launched(case, subject)
         self.after_timing(case, subject)
 
     def after_timing(self, case: Case, subject: TrainedSubject) -> None:
-        """Do more with a case's steps after they have been timed."""
+        """Do nothing; subclasses can override this to use a case's steps after they have been timed."""
 
     def time_launched(self, case: Case, subject: TrainedSubject) -> None:
         row = case.row
@@ -272,12 +280,13 @@ class Loop:
             row["enqueue_ms"] = enqueue_ms
             if step_ms < LONG_MS:
                 steps = max(steps, MIN_STEPS, steps_in(TIMED_S, step_ms))
-                if measure.looks_launch_bound(enqueue_ms, wall_ms):  # only the fastest of many steps repeats
+                # Of launch-bound steps, only the fastest of many steps is reproducible.
+                if measure.looks_launch_bound(enqueue_ms, wall_ms):
                     launch_bound_steps = min(LAUNCH_BOUND_STEPS, steps_in(LAUNCH_BOUND_STEPS_S, step_ms))
                     steps = max(steps, launch_bound_steps)
         row |= time_back_to_back(subject.step, self.device, steps)
         row |= measure.peak_memory(self.device)
-        if self.on_gpu and is_launched(subject):  # the step is a CUDA graph already
+        if self.on_gpu and is_launched(subject):  # the step is already a CUDA graph
             row["replayed_ms"] = row["wall_ms"]
         elif self.on_gpu and case.name == self.replayed:
             self.replay(case, subject)
@@ -294,10 +303,10 @@ class Loop:
     # Profile
 
     def profile_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Profile steps back to back. GPU time is that of the fastest step.
+        """Profile steps back to back, and report the GPU time of the fastest step.
 
-        The clock of a power-limited step fluctuates. Such steps are profiled for a second, and GPU time is that
-        of the median step.
+        The clock of a power-limited step fluctuates. Therefore, such steps are profiled for a second, and the GPU
+        time of the median step is reported.
 
         Raises:
             RuntimeError: the profiler recorded nothing.
@@ -344,7 +353,7 @@ class Loop:
     def is_equal(self, case: Case, before: Case) -> bool:
         kernels = self.kernels.get((case.name, case.batch_size))
         kernels_before = self.kernels.get((before.name, before.batch_size))
-        if kernels is None or kernels_before is None:  # one of them wasn't profiled
+        if kernels is None or kernels_before is None:  # one of the two cases wasn't profiled
             return False
         if case.compiles and not self.on_gpu:  # a CPU's profile shows no compiled code
             return False
@@ -365,17 +374,17 @@ def counts(kernels: pd.DataFrame) -> dict[str, int]:
 
 
 def is_launched(subject: TrainedSubject) -> bool:
-    """Return whether the step was made by ``launch``, and isn't run kernel by kernel from Python."""
+    """Return whether ``launch`` made the step, so that Python doesn't run it kernel by kernel."""
     return subject.step != subject.eager_step
 
 
 def steps_in(seconds: float, step_ms: float) -> int:
-    """Return how many steps take this long, at most :data:`MAX_STEPS`."""
+    """Return how many steps take this many seconds, at most :data:`MAX_STEPS`."""
     return min(MAX_STEPS, math.ceil(seconds * 1e3 / step_ms))
 
 
 def time_enqueue(step: Step, device: str) -> tuple[float, float]:
-    """Return the CPU time to enqueue a step, and its wall time if it runs alone, in ms."""
+    """Return the CPU time to enqueue a step, and the wall time of a step that runs alone, both in ms."""
 
     def total(phases: Any) -> None:
         with phases("step"):
@@ -404,7 +413,7 @@ def time_back_to_back(step: Step, device: str, steps: int) -> dict[str, Any]:
 
 
 def show(case: Case) -> None:
-    """Print a case's wall time, or the reason why it has none."""
+    """Print a case's wall time, and the reason for a failure if there is one."""
     wall = number(case.row.get("wall_ms", math.nan), "ms")
     reason = case.row["reason"]
     print(f"{case.name}, batch {case.batch_size}: {wall} {reason}")

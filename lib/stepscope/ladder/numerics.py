@@ -1,4 +1,4 @@
-"""Compare the loss and the gradients of an optimized step with those of the fp32 baseline."""
+"""Compare the loss and the gradients of an optimized step with the fp32 baseline."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stepscope.optimizations.transforms import TrainedSubject
 
-MAX_SAMPLED = 2**18  # the number of elements of a gradient that are compared
+MAX_SAMPLED = 2**18  # maximum number of elements of a gradient that are compared
 
 Gradients = Mapping[str, Tensor]
 
@@ -37,16 +37,17 @@ def relative_errors(
 ) -> dict[str, float]:
     """Return ``loss_error`` and ``gradient_error``, relative to fp32.
 
-    ``gradient_error`` is the norm of the gradients' difference over the norm of fp32's gradients.
+    ``gradient_error`` is the norm of the difference between the gradients, divided by the norm of the fp32
+    gradients.
 
     Args:
         subject: a subject after its backward pass.
         loss: the subject's loss.
-        true_loss, true_gradients: the loss and the gradients of fp32, from the same weights and batch.
+        true_loss, true_gradients: the fp32 loss and gradients, computed from the same weights and batch.
     """
     squared_error = squared_norm = 0.0
     gradients, zero = gradients_of(subject), torch.zeros(1)
-    for name, shape in subject.shapes.items():  # a router may choose other experts than in fp32
+    for name, shape in subject.shapes.items():  # a router may choose different experts than in fp32
         true_gradient = true_gradients.get(name, zero)
         difference = gradients.get(name, zero) - true_gradient
         elements_per_sample = shape.numel() / difference.numel()

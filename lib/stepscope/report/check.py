@@ -1,4 +1,4 @@
-"""Check that the committed writeup matches its records: text by the byte, pictures by their words and numbers."""
+"""Check that the committed writeup matches its records: text exactly, figures by their words and numbers."""
 
 import re
 from pathlib import Path
@@ -10,14 +10,15 @@ from stepscope.report.output import Report, stale_figures
 from stepscope.runs.store import Store
 from stepscope.views import Views
 
-NEARLY = 0.05  # points in a drawing's coordinates; machines round the last digit differently
+# Maximum difference of coordinates in points, because machines round the last digit differently.
+NEARLY = 0.05
 MAX_BYTES = 2**28
 
 
 def check(runs: Path, out: Path) -> list[str]:
     """Return the differences between the writeup in ``out`` and the records in ``runs``, one line per file.
 
-    Write no files. The package's ``reference.parquet`` is compared, too.
+    The package's ``reference.parquet`` is compared, too. No files are written.
 
     Raises:
         StepscopeError: as in :func:`stepscope.report.writeup.compose`.
@@ -32,7 +33,7 @@ def differences(report: Report, out: Path) -> list[str]:
     """Return the differences between the files in ``out`` and a report, one line per file."""
     left_out = [f"omitted: {error}" for error in report.errors]
     compared = [_compared(out, name, text) for name, text in report.texts.items()]
-    surplus = [f"figures/{path.name}: not used by any page" for path in stale_figures(report, out)]
+    surplus = [f"figures/{path.name} isn't used by any page" for path in stale_figures(report, out)]
     return [*left_out, *filter(None, compared), *surplus]
 
 
@@ -42,7 +43,7 @@ def _compared(out: Path, name: str, expected: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         return f"{name}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})"
     if name.endswith((".svg", ".html")):
-        return "" if alike(text, expected) else f"{name}: shows other data than the records"
+        return "" if alike(text, expected) else f"{name} shows different data than the records"
     if text == expected:
         return ""
     lines = zip([*text.splitlines(), "(end)"], [*expected.splitlines(), "(end)"])

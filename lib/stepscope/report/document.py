@@ -3,8 +3,8 @@
     {% set big = rows(steps, size="2.7B", context_length=512) %}
     A step takes {{ row(big, optimization="fp32").wall_ms|ms }}.{{ holds(big.wall_ms.max() < 2000) }}
 
-A sentence that new data could make false ends in ``holds(condition)``. Templates have one sentence per line, so
-an error can name the sentence by its template and line.
+A sentence that new data could make false ends with ``holds(condition)``. Templates have one sentence per line, so
+that an error can name the sentence by its template and line.
 """
 
 import difflib
@@ -41,7 +41,7 @@ EACH = object()  # rows(view, size=each) names a field but keeps all of its valu
 
 
 class DocumentError(StepscopeError):
-    """An error for an unrenderable document; the message names each faulty template, line and sentence."""
+    """An error for a document that can't be rendered; the message names each wrong template, line and sentence."""
 
     has_lines = True
 
@@ -50,7 +50,7 @@ class DocumentError(StepscopeError):
 
 
 def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values, at least one.
+    """Return the rows with the given values, of which there must be at least one.
 
     Args:
         values: for each column, a value, a list of allowed values, or ``each`` to allow all values.
@@ -85,7 +85,7 @@ def row(view: pd.DataFrame, **values: object) -> pd.Series:
     if len(selected) > 1:
         differ = [name for name in selected if selected[name].astype(str).nunique(dropna=False) > 1]
         raise LookupError(
-            f"{len(selected)} rows have {values}, but expected one; they differ in {', '.join(differ[:8])}"
+            f"{len(selected)} rows have {values}, but expected one row; they differ in {', '.join(differ[:8])}"
         )
     return selected.iloc[0]
 
@@ -101,7 +101,7 @@ def wide(view: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFr
             view, [name for name in view.attrs.get("key", []) if name not in (index, columns)]
         )
         raise LookupError(
-            f"several rows have one {index} and {columns}; they differ in {', '.join(other_columns)}"
+            f"several rows have the same {index} and {columns}; they differ in {', '.join(other_columns)}"
         )
     turned = view.pivot(index=index, columns=columns, values=values)
     turned = turned.reindex(index=view[index].unique(), columns=view[columns].unique())
@@ -157,11 +157,13 @@ def _no_column(name: str, columns: Iterable[object]) -> str:
 def _formatter(unit: str) -> Callable[[Any], str]:
     def formatted(value: Any) -> str:
         if isinstance(value, (pd.Series, pd.DataFrame)):
-            raise LookupError(f"{len(value)} numbers where one is printed: use row(...), .min() or |span")
+            raise LookupError(f"got {len(value)} numbers, but expected one; use row(...), .min() or |span")
         if printing.missing(value):
-            raise LookupError("no number (not measured, or too small to report)")
+            raise LookupError("the number is missing (not measured, or too small to report)")
         if value < 0:
-            raise ValueError(f"{printing.number(value, unit)} in a sentence, but expected at least 0")
+            raise ValueError(
+                f"got {printing.number(value, unit)}, but a number in a sentence must be at least 0"
+            )
         return printing.number(value, unit)
 
     return formatted
@@ -210,16 +212,16 @@ FILTERS |= {
 
 
 def _require_named(values: pd.Series) -> None:
-    """Raise an error if the rows to reduce differ in a key field that no lookup named."""
+    """Raise an error if the rows that will be reduced to one value differ in a key field that no lookup named."""
     if unnamed := values.attrs.get("unnamed"):
         raise LookupError(
-            f"rows that differ in {', '.join(unnamed)} are joined to one number, but the lookup names no such"
-            f" field: choose its values, or write {unnamed[0]}=each"
+            f"this reduces rows that differ in {', '.join(unnamed)} to one number, but the lookup doesn't name"
+            f" {unnamed[0]}; choose its values, or write {unnamed[0]}=each"
         )
 
 
 class _Context(jinja2.runtime.Context):
-    """A template's names, which computes a view only when the template uses it."""
+    """The names in a template; a view is computed only when the template uses its name."""
 
     def resolve_or_missing(self, key: str) -> Any:
         value = super().resolve_or_missing(key)
@@ -230,8 +232,8 @@ class _Context(jinja2.runtime.Context):
 class _Environment(jinja2.Environment):
     """A Jinja2 environment for templates over views.
 
-    A column takes precedence over a pandas attribute with the same name (``row.size``, ``row.mode``), and
-    ``holds`` receives its line and the numbers that its condition compares.
+    A column takes precedence over a pandas attribute with the same name (``row.size``, ``row.mode``). ``holds``
+    also receives its line, and the numbers that its condition compares.
     """
 
     context_class = _Context
@@ -276,7 +278,7 @@ def _comparisons(condition: nodes.Expr) -> list[nodes.Expr]:
 
 
 class Document:
-    """A folder's templates, rendered over views, with the errors and figures that rendering produced."""
+    """A folder's templates, the views in which they look up numbers, and the errors and figures of rendering."""
 
     def __init__(
         self, folder: Path, views: Mapping[str, Any], figures: Mapping[str, Callable[..., str]]
@@ -334,16 +336,17 @@ class Document:
         return text
 
     def check(self) -> None:
-        """Raise an error if any template has failed so far.
+        """Check that no template has failed so far.
 
         Raises:
-            DocumentError: names each sentence that no longer holds, and each template's first failure.
+            DocumentError: a template failed or a sentence no longer holds; the message names each such sentence,
+                and the first failure of each template.
         """
         if self._errors or self._false:
             raise DocumentError("\n\n".join([*self._errors, *self._false]))
 
     def _holds(self, condition: Any, sides: list, name: str, line: int) -> str:
-        """Return an empty string if the condition is true, otherwise a mark that locates the rendered sentence."""
+        """Return "" if the condition is true; otherwise, return a mark that locates the rendered sentence."""
         if bool(condition):
             return ""
         compared = "; ".join(" vs. ".join(_shown(value) for value in side) for side in sides)

@@ -10,7 +10,7 @@ from stepscope.model.fit import CONTEXTS, fit, grid, largest_sizes
 
 INFERENCE = (
     "forward is inference: without gradients, no activations are kept. With gradients enabled, a forward pass"
-    " keeps them, and its peak is closer to that of forward + backward."
+    " keeps its activations, and its peak is closer to the peak of forward + backward."
 )
 LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_justify": "left"}
 
@@ -41,7 +41,7 @@ def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
 
 
 def grid_tables(config: StepConfig, context: int | None, memory_gib: float, edition: int) -> list[Table]:
-    """Return a table of the assignment grid's peaks, and a table of the largest size that fits for each step.
+    """Return a table of the peaks of the assignment's grid, and a table of the largest size that fits per step.
 
     Args:
         context: the only context length to show; None shows the assignment's context lengths.

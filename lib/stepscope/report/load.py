@@ -1,6 +1,6 @@
-"""Load a runs folder into tables: read, validated once, and joined over all runs of a study.
+"""Load a runs folder into tables, which are validated and joined over all runs of a study.
 
-A faulty run is reported in one sentence and omitted, so bad input never causes a traceback.
+A faulty run is reported in one sentence and omitted, so that bad input never causes a traceback.
 """
 
 import importlib
@@ -26,13 +26,13 @@ from stepscope.runs.record import Record, inconsistency_warnings, mixed_notebook
 from stepscope.runs.store import Store, runs_folder
 
 MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # limits of one table, in memory
-QUIET_S = 2.0
+QUIET_S = 2.0  # reading that takes longer is announced
 SOFTWARE = ("torch", "cuda", "driver")
-# Columns that contain times, and columns that identify a case, whose rows a run measured together.
+# Columns that contain times, and columns that identify a case; a run measures all rows of a case together.
 TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")
-# The text of `measure.find_inconsistencies` if only the profiled steps differ.
+# The text that `measure.find_inconsistencies` returns if only the profiled steps differ.
 SPREAD = r"profiled steps range from \S+ to \S+ ms"
-POWER_CAP = "power cap"  # one of NVML's reasons for a lowered clock, in `clock_reasons`
+POWER_CAP = "power cap"  # in `clock_reasons`, the reason that NVML gives if the power limit lowers the clock
 
 
 class RunsError(StepscopeError, ValueError):
@@ -40,14 +40,14 @@ class RunsError(StepscopeError, ValueError):
 
 
 class TableError(StepscopeError, ValueError):
-    """An error for an unusable table; the message names the run, table, column and expected contents."""
+    """An error for an unusable table; the message names the run, the table, the column and the expectation."""
 
 
 @dataclass
 class Read:
     """A runs folder's contents.
 
-    Tables are named "<study>.<table>", for studies with runs, and ``runs``. They omit the records in ``replaced``,
+    Tables are named "<study>.<table>", for studies with runs, and ``runs``. They omit the runs in ``replaced``,
     because newer runs have the same keys.
     """
 
@@ -59,7 +59,7 @@ class Read:
 
 
 def load(runs: str | Path = "", quiet: bool = False) -> Tables:
-    """Load all of a runs folder's tables for your own analysis: ``load()["benchmark.times"]``.
+    """Load all tables of a runs folder for your own analysis: ``load()["benchmark.times"]``.
 
     Each table is tidy: one row per key, the configuration of its run in the first columns, and units in column
     names. ``runs`` contains one row per run, and "<study>.results" contains each run's scalar results.
@@ -143,7 +143,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
         try:
             tables |= module.tables(tables)
         except Exception as error:  # noqa: BLE001 a required table may be missing
-            found.errors.append(f"{name}: cannot compute its derived tables ({_describe(error)})")
+            found.errors.append(f"{name}: cannot compute the study's derived tables ({_describe(error)})")
     found.replaced += [record for run, record in usable.items() if run in older]
     newest = [record for run, record in usable.items() if run not in older]
     results = [
@@ -162,7 +162,7 @@ def _files(store: Store, module: ModuleType, record: Record) -> Tables:
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
             raise TableError(
-                f"{record.study}/{record.run_id}: its result {name} is {truncated_repr(value)}; expected a number"
+                f"{record.study}/{record.run_id}: {name}: got {truncated_repr(value)}, but expected a number"
             )
     tables = {
         table: _file(store, record, table)
@@ -177,7 +177,7 @@ def _files(store: Store, module: ModuleType, record: Record) -> Tables:
 
 
 def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
-    """Read one table from its file, but check the file's size first."""
+    """Read one table from its file, after checking the table's size."""
     path = f"{record.study}/{record.run_id}/{record.tables[table].file}"
     try:
         with open_within(store.root, path) as file:
@@ -185,7 +185,10 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
             about = parquet.metadata
             size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
             if about.num_rows > MAX_ROWS or size > MAX_BYTES:
-                raise TableError(f"{path}: has {about.num_rows:,} rows, more than a run can have")
+                raise TableError(
+                    f"{path}: got {about.num_rows:,} rows and {size:,} bytes, but expected at most"
+                    f" {MAX_ROWS:,} rows and {MAX_BYTES:,} bytes"
+                )
             content = parquet.read().to_pandas(ignore_metadata=True)
             if record.schema_version == 3:
                 return schema3.upgrade_table(record.study, content)
@@ -197,10 +200,10 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
 
 
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Validate several runs' versions of a table together; if that fails, validate them one by one.
+    """Validate a table of several runs together; if that fails, validate the table of each run separately.
 
     Returns:
-        The valid rows with ``run_id``, and for each faulty run the reason why its table can't be used.
+        The valid rows with ``run_id``, and the reason for each run whose table can't be used.
     """
     frames = {run: _with_optional(schema, frame) for run, frame in frames.items()}
     if all(set(frame) == set(schema.columns) for frame in frames.values()):
@@ -210,7 +213,7 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
             checks=schema.checks,
             unique=["run_id", *schema.unique],
         )
-        with suppress(Exception):  # pandera's own errors, and errors that its checks raise on odd types
+        with suppress(Exception):  # raised by pandera, or by its checks for unexpected types
             return by_run.validate(_together(frames)), {}
     fit, wrong = {}, {}
     for run, frame in frames.items():
@@ -218,7 +221,7 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
             fit[run] = schema.validate(frame, lazy=True)
         except SchemaErrors as error:
             wrong[run] = _why(error)
-        except Exception as error:  # noqa: BLE001 checks may raise any error on odd types
+        except Exception as error:  # noqa: BLE001 checks may raise any error for unexpected types
             wrong[run] = _describe(error)
     return _together(fit), wrong
 
@@ -232,12 +235,12 @@ def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFr
 def steady(tables: Tables) -> Tables:
     """Remove rows that a run marked as inconsistent from the tables.
 
-    If other tables contain times of the same run and case, such as single steps and kernels, those rows are
-    removed, too. Therefore, we report, draw and tabulate nothing about an inconsistent case except its name.
+    If other tables contain times of the same run and case, such as times of single steps and kernels, the rows in
+    those tables are removed, too. Therefore, reports only name an inconsistent case, and show none of its numbers.
 
-    A power-limited step stays if only its profiled steps differ, because that has a cause: its clock fluctuates.
+    A power-limited step is kept if only its profiled steps differ, because a fluctuating clock explains that.
     """
-    # A run's results repeat its rows in one cell, and aren't a timed case.
+    # The tables of results are excluded: their column 'inconsistent' lists all inconsistent cases of a run.
     marked = {
         name: table
         for name, table in tables.items()
@@ -261,7 +264,7 @@ def steady(tables: Tables) -> Tables:
 
 
 def _is_unusable(cases: pd.DataFrame) -> pd.Series:
-    """Return for each row whether it is inconsistent, and not only because of a fluctuating clock."""
+    """Return whether each row is inconsistent for another reason than a fluctuating clock."""
     is_unusable = cases["inconsistent"] != ""
     if "clock_reasons" in cases:
         is_limited = cases["clock_reasons"].str.contains(POWER_CAP, na=False)
@@ -294,7 +297,7 @@ def _describe(error: Exception) -> str:
 
 
 def _config(module: ModuleType, record: Record) -> dict:
-    """Return a run's configuration columns; name a custom size by its dimensions."""
+    """Return a run's configuration columns, in which the name of a custom size consists of its dimensions."""
     config = {name: record.config[name] for name in module.CONFIG}
     if config.get("size") == "custom":
         config["size"] = " ".join(
@@ -312,7 +315,7 @@ def _configured(module: ModuleType, frame: pd.DataFrame, records: dict[str, Reco
 
 
 def _replaced(module: ModuleType, tables: Tables, records: dict[str, Record]) -> set[str]:
-    """Return the older runs among those that share a key."""
+    """Return the runs that share a key with a newer run."""
     older: set[str] = set()
     age = {
         run: place

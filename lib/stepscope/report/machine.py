@@ -1,7 +1,7 @@
-"""Compare your machine with the reference: a report of any runs folder, with tables and figures but no claims.
+"""Write a report of any runs folder, with tables and figures but no claims, next to the reference machine.
 
-The report shows the writeup's views, if the folder contains the data, next to the reference rows with the same
-keys. The reference comes from ``reference.parquet``, so an installed package includes it, too. The templates in
+The report shows those of the writeup's views for which the folder contains data, next to the reference rows with
+the same keys. The reference comes from ``reference.parquet``, which is part of the package. The templates in
 ``machine/`` are rendered in order, once per device.
 """
 
@@ -39,8 +39,8 @@ REFERENCE = Path(__file__).with_name("reference.parquet")
 THERE = "_there"  # suffix of the reference's columns
 MAX_ROWS_OPEN = 30  # longer tables are folded
 MAX_ROWS = 1_000
-RELATIVE_TOLERANCE = 1e-9  # because sums depend on the order of their terms
-# Views that the templates use, and the columns shown next to the reference's.
+RELATIVE_TOLERANCE = 1e-9  # for sums, whose last digits depend on the order of their terms
+# Views that the templates use, and the columns that are compared with the reference.
 COMPARED = {
     "handout_times": ["forward", "backward", "forward_and_backward", "full_step"],
     "warm_up": ["text"],
@@ -68,7 +68,7 @@ COMPARED = {
     "strategies": [],
     "strategy_ranks": [],
 }
-# A machine's peak rates, each from its fastest run: view, column, words and unit.
+# A machine's peak rates, each from the fastest run: view, column, words and unit.
 RATES = (
     ("peak_rates", "matmul_tflops", "large fp32 matmul", "TFLOP/s"),
     ("rates", "bf16_tflops", "large bf16 matmul", "TFLOP/s"),
@@ -82,7 +82,7 @@ FIXED = "The same in all rows: "
 # Printed names for the values of key fields.
 LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
 WORDS = {"vocab_size": "vocabulary size", "kernel_category": "category", "checkpoint_policy": "policy"}
-SELF_SPOKEN = ("size", "precision", "model")  # fields whose values need no field name
+SELF_SPOKEN = ("size", "precision", "model")  # fields whose values are printed without the field's name
 ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "precision")
 
 
@@ -122,8 +122,8 @@ def about(runs: pd.DataFrame) -> pd.DataFrame:
 def write_reference(runs: Path | str) -> None:
     """Write the package's ``reference.parquet`` from a runs folder.
 
-    The file consists of one row with one column per view, which contains the view's rows as a list. This format
-    keeps all views in one file and preserves their types.
+    The file has one row, and one column per view, which contains the view's rows as a list. This format keeps all
+    views in one file and preserves their types.
     """
     frames = reference_views(Views(steady(read(Store(Path(runs))).tables)))
     columns = {}
@@ -158,7 +158,7 @@ def reference_difference(views: Views) -> str:
                 obj=name,
             )
         except (AssertionError, KeyError) as error:
-            return f"{REFERENCE.name}: doesn't match the records ({one_line(error, 300)})"
+            return f"{REFERENCE.name} doesn't match the records ({one_line(error, 300)})"
     return ""
 
 
@@ -166,7 +166,7 @@ def reference_difference(views: Views) -> str:
 
 
 def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Add the reference's columns, such as ``wall_ms_there``, to a view; fill them where all key fields match."""
+    """Add the reference's columns, such as ``wall_ms_there``, to the rows of a view with the same keys."""
     declared = all_views()[name]
     joined = view
     if name in there and len(view):
@@ -187,10 +187,10 @@ def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
 
 
 def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
-    """Print a view's rows: the fields of its key, then columns next to the reference's columns.
+    """Format a view's rows as a table: the key fields, then each column next to the reference's column.
 
-    A configuration field with the same value in all rows is named below the table; a field that the template has
-    chosen is omitted.
+    A configuration field with the same value in all rows is named below the table instead. A field whose value the
+    template has chosen is omitted.
 
     Args:
         columns: "name" or "name: heading, unit"; empty strings and columns without values are omitted.
@@ -215,9 +215,10 @@ def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str
 
 
 def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield each configuration's name and rows; a name is, e.g., "small, context length 512, batch size 4".
+    """Yield the name and the rows of each configuration.
 
-    The name contains the fields in which the view's rows differ, and a few fields that are always named.
+    A name contains the fields in which the view's rows differ, and a few fields that are always named: for
+    example, "small, context length 512, batch size 4".
 
     Args:
         within: configuration fields in which one case's rows may differ.
@@ -264,9 +265,10 @@ def _value(value: object) -> str:
 
 
 def link(out: Path) -> Callable[[str], str]:
-    """Return a function that links to one of the writeup's headings.
+    """Return a function that formats a link to one of the writeup's headings.
 
-    Outside a checkout, the function names the heading instead, so that no report contains a local path.
+    For a report outside the checkout, the function only names the heading, so that no report contains a local
+    path.
     """
     is_inside = PROJECT is not None and out.resolve().is_relative_to(PROJECT)
 
@@ -285,10 +287,11 @@ def link(out: Path) -> Callable[[str], str]:
 
 
 def compose(found: Read, runs: Path, out: Path) -> Report:
-    """Return the report that would be written into ``out``, with one part per device.
+    """Return the report of a runs folder, with one part per device.
 
     Args:
         found: contents of ``runs``.
+        out: the folder in which the report will be written, to which its links are relative.
 
     Raises:
         OutputError: the folder contains no usable run.
@@ -328,7 +331,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         try:
             document.check()
         except DocumentError as error:
-            notes.append(f"omitted, because rendering it failed: {one_line(error, 1000)}")
+            notes.append(f"omitted, because rendering failed: {one_line(error, 1000)}")
     text = _without_repetition("".join(texts))
     html = page(text.replace("writeup.md", "writeup.html"), [], figures, foot(found.records))
     drawings = {f"figures/{name}.svg": figure for name, figure in figures.items()}
@@ -351,7 +354,7 @@ def _without_repetition(text: str) -> str:
 
 
 def by_device(found: Read, runs: Path) -> dict[str, Read]:
-    """Split a folder's contents by device name, because runs of two devices may share a key."""
+    """Split a folder's contents by device, because runs of different devices may share a key."""
     devices = dict.fromkeys(map(device_of, [*found.records, *found.replaced]))
     if len(devices) == 1:
         return dict.fromkeys(devices, found)
@@ -368,7 +371,7 @@ def device_of(record: Record) -> str:
 
 
 def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, Any], list[str]]:
-    """Return the names available to one device's templates, including views, and the views that failed.
+    """Return the names that one device's templates can use, including views, and a note per view that failed.
 
     A view is empty if its study has no runs.
     """

@@ -56,7 +56,7 @@ def write(report: Report, out: Path) -> list[Path]:
         raise OutputError(f"{out}: cannot write the report ({error.strerror or error})") from None
     finally:
         for folder in FOLDERS:
-            with suppress(OSError):  # not empty
+            with suppress(OSError):  # raised if the folder isn't empty
                 (out / folder).rmdir()
     return [out / name for name in report.texts]
 
@@ -72,7 +72,7 @@ def stale_figures(report: Report, out: Path) -> list[Path]:
 
 
 def readme(out: Path, first: str) -> dict[str, str]:
-    """Return a folder's README with the first screen inserted between its marks; empty if it contains no marks.
+    """Return the README in ``out`` with the text ``first`` inserted between its marks; empty without marks.
 
     Raises:
         OutputError: only one of the two marks is present, or the README can't be read.
@@ -91,8 +91,8 @@ def readme(out: Path, first: str) -> dict[str, str]:
     begin, end = (text.find(mark) for mark in STORY)
     if marks != [1, 1] or end < begin:
         raise OutputError(
-            f"{place}: got {marks[0]} lines {STORY[0].strip()!r} and {marks[1]} {STORY[1]!r}, but expected one"
-            " of each in this order, or none"
+            f"{place}: got {marks[0]} lines {STORY[0].strip()!r} and {marks[1]} lines {STORY[1]!r}, but expected"
+            " one of each, in this order, or none"
         )
     return {place.name: text[:begin] + STORY[0] + first.strip() + "\n" + text[end:]}
 

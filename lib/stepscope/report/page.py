@@ -1,4 +1,4 @@
-"""Build the report as one HTML file: markdown-it renders the markdown, without raw HTML, into one template.
+"""Build the report as one HTML file: markdown-it renders the markdown into a template, and escapes raw HTML.
 
 Images are embedded, evidence is folded, and the content security policy blocks scripts and external resources.
 """
@@ -19,7 +19,8 @@ from markdown_it.token import Token
 TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("page.css")
 SAFE = "/ :;=,'()&?!@*+$-._~"  # characters in an image's text that need no escaping in its URL
-# A fold's markers, each in a separate paragraph. Other text can't contain them, because escape() escapes "<".
+# The markers of a fold, each of which is a separate paragraph. Text from records can't contain a marker, because
+# escape() escapes "<".
 FOLD, FOLD_END = re.compile(r"<details><summary>(.+)</summary>"), "</details>"
 
 
@@ -98,7 +99,7 @@ def _contents(written: str) -> list[str]:
 
 
 def _linked(written: str) -> str:
-    """Add, after each chapter's and part's heading, a link to that heading."""
+    """Add a link to each heading of a chapter or part, after the heading's words."""
     return re.sub(
         r'(<h([23]) id="([^"]+)">)(.*?)</h\2>',
         lambda found: (

@@ -1,4 +1,4 @@
-"""List a folder's runs: each run's finding with a link to its notebook, and the runs that no table shows."""
+"""List a folder's runs: the finding of each run, a link to its notebook, and the runs that no table shows."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,8 @@ def runs_found(found: Read, runs: Path, folder: Path) -> str:
     """Return each run's finding, in one list per study; long lists are folded.
 
     Args:
-        runs: the runs folder; links from ``folder`` point into it.
+        runs: the runs folder, to which the links lead.
+        folder: the folder that contains the page with the links.
     """
     place = quote(os.path.relpath(runs, folder).replace(os.sep, "/"))
     lists = []

@@ -24,7 +24,7 @@ def number_column(minimum: float = 0, nullable: bool = True, required: bool = Tr
 
 
 def text_column(*allowed: str) -> pa.Column:
-    """Return a column of texts, restricted to the values in ``allowed`` if any are given."""
+    """Return a text column, restricted to the values in ``allowed`` if any are given."""
     return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True)
 
 

@@ -1,7 +1,8 @@
 """Define the style of all our figures, without changing the style of other figures.
 
-A figure is one SVG for light and dark mode: its colors are variables set by the reader's color scheme, and its
-text remains text. A figure is 432 points wide, so that 11 points are 9 pixels on a phone that is 390 pixels wide.
+A figure is one SVG for light and dark mode: its colors are variables that depend on the reader's color scheme, and
+its text remains text. A figure is 432 points wide, so that text of 11 points is 9 pixels high on a phone that is
+390 pixels wide.
 """
 
 import io
@@ -105,7 +106,7 @@ def look() -> Iterator[None]:
 
 
 class Picture(Figure):
-    """A figure with its message, which notebooks display as PNG."""
+    """A figure with a message (its title), which notebooks display as PNG."""
 
     message: str = ""
 
@@ -121,7 +122,7 @@ class Picture(Figure):
 def figure(
     message: str, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Picture, Any]:
-    """Return a figure, with the wrapped message as its title, and its axes (as ``Figure.subplots`` does)."""
+    """Return a figure whose title is the wrapped message, and its axes as ``Figure.subplots`` returns them."""
     made = Picture(figsize=(WIDTH, height), dpi=110, layout="constrained")
     made.message = " ".join(message.split())
     made.suptitle(_wrapped(made.message, 54), x=0.01, ha="left", fontsize=TEXT + 1.5, fontweight="bold")
@@ -160,16 +161,16 @@ def lines(
     return {name: (at, value) for name, at, value in zip(last[hue], last[x], last[y])}
 
 
-LABEL_GAP = 1.25
+LABEL_GAP = 1.25  # distance between labels, in lines of text
 
 
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]) -> None:
-    """Label lines at their right ends (x, y) instead of in a legend, :data:`LABEL_GAP` lines of text apart."""
+    """Label each line at its right end (x, y), so that no legend is needed; labels don't overlap."""
 
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
 
-    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # points; the layout will use some of the height
+    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # in points; the layout uses some of the height
     step = LABEL_GAP * TEXT / height
     place = {name: place_of(at)[1] for name, at in ends.items()}
     order = sorted(place, key=lambda name: place[name])
@@ -241,7 +242,7 @@ def stacked_bars(
 
 
 def without_axis(axes: Axes) -> None:
-    """Remove the horizontal axis, because the bars are labeled with their numbers."""
+    """Remove the axes of a bar chart whose bars are labeled with their numbers."""
     axes.grid(False)
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)

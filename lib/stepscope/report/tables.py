@@ -1,4 +1,4 @@
-"""Format all numbers and tables in one place, which also escapes text.
+"""Format all numbers and tables, and escape the text in them.
 
 A column's heading ends with its unit, as in "wall, ms". A share of 0.742 is printed as 74%.
 """
@@ -17,8 +17,8 @@ from stepscope.stats import launch_bound
 NONE = "–"
 MAX_ROWS = 15
 MAX_TEXT_CHARS = 200  # maximum number of characters printed from a record's text
-# Suffixes of numbers in sentences. "n" is for counts, "" is for numbers without a unit, and "billion" formats
-# numbers as "3.41 billion" or "129 million".
+# The suffix that each unit adds to a number in a sentence. The unit "n" is for counts, "" is for numbers without a
+# unit, and "billion" formats numbers as "3.41 billion" or "129 million".
 UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
     unit: f" {unit}"
     for unit in (
@@ -47,7 +47,7 @@ IN_CELLS = ("x", "%")  # units printed in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {
     unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")
 }  # units in column names
-# Units of columns in runs' tables whose names contain no unit: shares, and counts that may be missing.
+# Units of columns in runs' tables whose names don't contain the unit: shares, and counts that may be missing.
 UNSAID = dict.fromkeys(
     ("busy", "share", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"), "%"
 ) | dict.fromkeys(("operations", "count", "passes", "steps", "launches", "kernels"), "n")
@@ -57,8 +57,9 @@ WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", 
 def digits(value: Any, unit: str = "") -> str:
     """Format a number without its unit: three significant digits, thousands with commas; "–" if missing.
 
-    Counts and bytes are printed as integers, and shares with two digits (99.6%, 74%, 4.6%). Ratios are printed
-    with one decimal (3.3x), but with two decimals below 2 (1.02x) and with none from 100.
+    Counts and bytes are printed as integers, and shares with two digits (74%, 4.6%), or with three from 99%
+    (99.6%). Ratios are printed with one decimal (3.3x), but with two decimals below 2 (1.02x) and with none from
+    100.
     """
     if missing(value):
         return NONE
@@ -88,7 +89,7 @@ def missing(value: Any) -> bool:
 def _significant(value: float, count: int) -> str:
     if value == 0:
         return "0"
-    rounded = float(f"{value:.{count - 1}e}")  # 9.996 rounds to 10.0, which has one decimal
+    rounded = float(f"{value:.{count - 1}e}")  # rounds first: 9.996 becomes 10.0, which has one decimal
     decimals = count - 1 - math.floor(math.log10(abs(rounded)))
     return f"{value:,.{decimals}f}" if decimals >= 0 else f"{value if abs(value) < 1e4 else rounded:,.0f}"
 
@@ -100,12 +101,12 @@ def number(value: Any, unit: str = "") -> str:
         ValueError: the unit is unknown.
     """
     if unit not in UNITS:
-        raise ValueError(f"unit {unit!r}: known units are {', '.join(filter(None, UNITS))}")
+        raise ValueError(f"unit: got {unit!r}, but known units are {', '.join(filter(None, UNITS))}")
     return NONE if missing(value) else digits(value, unit) + UNITS[unit]
 
 
 def escape(text: object) -> str:
-    """Escape a record's text for markdown, so that it is displayed literally, on one line and without links."""
+    """Escape a record's text for markdown, so that it is displayed literally, on one line, and without links."""
     cut = str(text)[: MAX_TEXT_CHARS + 1]
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in cut)
     line = unicodedata.normalize("NFC", " ".join(line.split()))
@@ -142,7 +143,7 @@ def headed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cells(frame: pd.DataFrame, common: str) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return a frame's headings, columns of text, and units ("text" for columns without numbers)."""
+    """Return a frame's headings, its cells as text by column, and its units ("text" for text columns)."""
     headings, columns, units = [], [], []
     for place, name in enumerate(frame.columns):
         heading, values = str(name), list(frame.iloc[:, place])

@@ -1,7 +1,8 @@
-"""Render the templates of ``writeup/`` over one full campaign, and over other datasets next to it.
+"""Render the templates of ``writeup/`` with the data of one full campaign, and of other datasets next to it.
 
-A folder of templates with a dataset's name, such as ``writeup/h100x2``, belongs to the writeup only if that runs
-folder exists next to the campaign's. All templates find its views under its name: ``h100x2.strategies``.
+A folder of templates can have the name of a dataset, such as ``writeup/h100x2``. It belongs to the writeup only if
+a runs folder with this name exists next to the campaign's folder. All templates can use the dataset's views, for
+example as ``h100x2.strategies``.
 """
 
 from collections import ChainMap
@@ -35,8 +36,8 @@ def templates_folder() -> Path:
     folder = PROJECT / FOLDER if PROJECT else None
     if folder is None or not any(folder.glob("*.md.j2")):
         raise NoTemplatesError(
-            "--writeup: got no templates, but expected a checkout of the project with writeup/*.md.j2; without"
-            " --writeup, render writes the report of a runs folder"
+            "--writeup: found no templates, but expected a checkout of the project with writeup/*.md.j2; without"
+            " --writeup, 'render' writes the report of a runs folder"
         )
     return folder
 
@@ -95,11 +96,11 @@ def _title(text: str) -> str:
 def render_views(
     folder: Path, views: Views, others: Mapping[str, Views]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Render a writeup's templates over one campaign's views, and those of other datasets.
+    """Render a writeup's templates with the views of one campaign and of other datasets.
 
     Args:
-        folder: folder that contains ``*.md.j2``, the chapters in order, and ``evidence/*.md.j2``. A folder in it
-            that is named like one of the other datasets contains more of both.
+        folder: folder that contains the chapters, ``*.md.j2``, in order, and ``evidence/*.md.j2``. A subfolder
+            that is named like one of the other datasets contains more chapters and evidence.
         others: views of other datasets, by name.
 
     Returns:

@@ -28,7 +28,7 @@ MEASURING = (
     "studies",
 )
 OF_REPORT = ("tables.py", "figures.py")  # a study's files that only the report uses
-# We report other processes' GPU use only from these limits on. They exclude idle CUDA contexts, and the little
+# We report GPU use by other processes only above these limits, which exclude idle CUDA contexts and the low
 # utilization that NVML may still show after a process has ended.
 MIN_FOREIGN_GIB, MIN_FOREIGN_SHARE = 1.0, 0.1
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")
@@ -100,11 +100,11 @@ def _driver() -> str | None:
 
 
 def foreign_gpu_use() -> str:
-    """Describe how other processes use this process's first GPU; return "" if they don't use it.
+    """Describe how other processes use the first GPU of this process; return "" if no other process uses it.
 
-    NVML reports a GPU's memory and utilization even when it hides the processes, as in a container. The result
-    is also "" if this process has already used the GPU (for example, when a notebook is run again), because we
-    can't separate its use from the other processes' use.
+    NVML reports a GPU's memory and utilization even when it hides the processes, as in a container. The result is
+    also "" if this process has already used the GPU (for example, when a notebook is run again), because we can't
+    tell this process's use apart from other processes' use.
     """
     import pynvml
     import torch

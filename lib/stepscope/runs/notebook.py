@@ -33,8 +33,8 @@ WHICH = (
     "blocks",
     "checkpoint_policy",
 )  # columns that identify a row
-# Up to these sizes, a CPU operator finishes before its threads have synchronized. When the cores are busy,
-# waiting for other threads takes 35 times as long as running the operator on one thread.
+# Up to these sizes, a CPU operator takes less time than synchronizing its threads. If the cores are busy, waiting
+# for the other threads takes 35 times as long as running the operator on one thread.
 ONE_THREAD = {"d_model": SIZES["nano"].d_model, "context_length": 256}
 
 
@@ -44,7 +44,7 @@ class Run:
     Args:
         config: the configuration to run.
         run_folder: the folder for the outcome, if a sweep executes the notebook.
-        runs: the runs folder to save the run in, if the notebook is run by hand; if empty, nothing is written.
+        runs: the runs folder to save the run in, if a user runs the notebook; if empty, nothing is written.
 
     Raises:
         ConfigError: this machine can't run the configuration, or the folder contains runs from another device.
@@ -61,7 +61,7 @@ class Run:
         self.store = Store(runs_folder(runs)) if runs and not run_folder else None
         self.began, self.started_at = time.monotonic(), datetime.now(UTC)
         self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software()}
-        if not self.folder:  # during a run by hand, the user may keep the machine busy
+        if not self.folder:  # a user who runs the notebook may also keep the machine busy
             self.outcome["machine"]["load"] = round(os.getloadavg()[0], 2)
         shared = foreign_gpu_use() if config.device == "cuda" else ""
         if shared:
@@ -75,10 +75,10 @@ class Run:
                     f"runs: {self.store.root} holds runs of {folder_device!r}, but this machine has {on!r};"
                     " choose another folder"
                 )
-        if self.folder:  # so that a run that fails with OOM later still reports its machine
+        if self.folder:  # so that the machine is recorded even if the run later runs out of memory
             append_outcome(self.folder, **self.outcome)
         facts = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load()]
-        facts += [f"**{shared}**, so the times are not those of an idle GPU"] * bool(shared)
+        facts += [f"**{shared}**, so the times differ from those on an idle GPU"] * bool(shared)
         display(Markdown("; ".join(facts)))
 
     def keep(
@@ -92,10 +92,10 @@ class Run:
         Args:
             tables: tables by name; each is written as ``<name>.parquet``.
             results: numbers, strings and booleans by name.
-            files: files from other programs to save with the record, under their own names.
+            files: files of other programs, which are saved with the record under their current names.
 
         Raises:
-            RecordError: a result of a run by hand has a different type.
+            RecordError: a user runs the notebook, and a result isn't a number, a string or a boolean.
         """
         named = {"inconsistent": words} if (words := inconsistent_rows(tables)) else {}
         self.outcome["results"] = plain(named | dict(results or {}))
@@ -122,7 +122,7 @@ class Run:
             self.store.rewrite_record(self._record())
 
     def _record(self) -> Record:
-        """Return the current record of a run by hand; its status is ok, because no process monitors the run."""
+        """Return the current record of a run by a user; its status is ok, because no process monitors the run."""
         shell = get_ipython()
         executed = shell.user_ns["In"] if shell else []
         source = source_by_hand(executed, notebook_of(self.config)) if executed else None
@@ -153,7 +153,7 @@ def inconsistent_rows(tables: Mapping[str, pd.DataFrame]) -> str:
 
 
 def _threads(config: RunConfig) -> list[str]:
-    """Limit the smallest models on a CPU to one thread, in subprocesses too; return a note for the reader."""
+    """Limit the smallest models on a CPU to one thread, also in subprocesses; return a note for the reader."""
     if config.device != "cpu" or any(
         not 0 < getattr(config, field) <= limit for field, limit in ONE_THREAD.items()
     ):

@@ -1,6 +1,6 @@
 """Define a run's record, and the checks that decide whether it is usable.
 
-All of the checks are in :func:`read_record`, so every command rejects the same records, and names them.
+All checks are in :func:`read_record`, so that every command rejects and names the same records.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ from stepscope.files import open_within, read_within
 from stepscope.runs import schema3
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
-# A run reports its machine, its saved tables, its finding and its status here, one JSON object per line. The file
-# is deleted once the record includes its content.
+# A run appends its machine, its saved tables, its finding and its status to this file, one JSON object per line.
+# The file is deleted once its content is in the record.
 OUTCOME = "outcome.jsonl"
 LOG = "kernel.log"  # output of a failed run's processes, which includes crashes below Python
 MAX_RECORD_BYTES = 2**24
@@ -82,7 +82,7 @@ class Machine(TypedDict, total=False):
     cpu_cores: Count
     ram_gib: Number
     gpu_memory_gib: Number
-    load: Number  # only in runs by hand: the load average over the minute before the start
+    load: Number  # only if a user ran the notebook: the load average over the minute before the start
 
 
 Status = Literal["ok", "oom", "failed"]
@@ -143,7 +143,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """Return one warning per notebook if more than one version of it measured the records' runs."""
+    """Return one warning for each notebook of which more than one version measured the records' runs."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:
@@ -151,7 +151,7 @@ def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
             name = config.notebook_for({"study": record.study} | record.config)
             sources.setdefault(name, set()).add(record.notebook_source)
     return [
-        f"{name}: its runs were measured by {len(versions)} notebook versions ({', '.join(sorted(versions))});"
+        f"{name}: {len(versions)} notebook versions ({', '.join(sorted(versions))}) measured these runs,"
         " so differences may come from the notebook"
         for name, versions in sources.items()
         if len(versions) > 1
@@ -195,7 +195,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     try:
         record = _parse(read_within(root, f"{run}/{RECORD}", MAX_RECORD_BYTES))
     except FileNotFoundError:
-        raise unusable(run, RECORD, "this run folder has no record") from None
+        raise unusable(run, RECORD, "no such file, but a run's folder must have a record") from None
     except OSError as error:
         raise unusable(run, RECORD, f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
@@ -244,7 +244,7 @@ def _check_file(root: Path, run: str, file: str, sha256: str) -> None:
         with open_within(root, f"{run}/{file}") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
     except FileNotFoundError:
-        raise unusable(run, file, "missing, but the record lists this file") from None
+        raise unusable(run, file, "no such file, but the record lists it") from None
     except OSError as error:
         raise unusable(run, file, f"cannot be read ({error.strerror})") from None
     if digest != sha256:

@@ -32,12 +32,13 @@ from stepscope.config import Dimensions, RunConfig, format_errors
 from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, append_outcome, read_outcome
 from stepscope.runs.source import code_cells, notebook_source
 
-# Environment variables: the run's folder, which marks its processes; the numbers of its cores; a folder of
-# notebooks that replaces the package's; and "no" to save executed notebooks without images.
+# Environment variables: MARK contains the run's folder and marks its processes; CORES lists the run's CPU cores;
+# NOTEBOOKS is a folder that replaces the package's notebooks; IMAGES is "no" if executed notebooks are saved
+# without images.
 MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
 IMAGES = "STEPSCOPE_IMAGES"
 PATIENCE_S = 600  # generous, because a live kernel answers slowly on a busy machine
-TEMPORARY = "tmp"  # a subfolder of the run's folder; it is deleted when the run ends
+TEMPORARY = "tmp"  # a subfolder of the run's folder; the subfolder is deleted when the run ends
 PRINTED = f"{TEMPORARY}/printed.txt"  # what the notebook has printed so far
 # Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set
 # of the processor, which takes 5 to 15 s in each process that compiles for a CPU.
@@ -49,8 +50,8 @@ DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_T
 def notebook_of(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the notebook that a run executes.
 
-    The environment can name a folder that replaces the package's ``notebooks``, which is a link in a checkout and
-    a real folder in a wheel.
+    The environment can name a folder that replaces the package's folder ``notebooks``. (The package's folder is a
+    link in a checkout, and a real folder in a wheel.)
     """
     return Path(environment.get(NOTEBOOKS) or PACKAGE / "notebooks") / f"{config.notebook}.ipynb"
 
@@ -142,7 +143,7 @@ def make_run(
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
-    """Return the run's papermill parameters; a named size replaces its dimensions."""
+    """Return the run's papermill parameters, with the name of a size instead of its dimensions if it has one."""
     parameters = json.loads(config.model_dump_json(include=set(config.tunable_fields())))
     if parameters.get("size", "custom") != "custom":
         for field in Dimensions._fields:
@@ -151,7 +152,7 @@ def parameters_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
-    """Wait until the run's process ends and return None, or return a reason to kill the process."""
+    """Wait for the run's process to end, and return None; on a timeout, return the reason to kill the process."""
     began = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -189,8 +190,7 @@ def _tidy(folder: Path, status: str, keep_images: bool) -> None:
 def _cleaned(value: Any, folder: Path) -> Any:
     """Remove this machine's paths and names from all strings in a JSON value, recursively.
 
-    Cell and output types remain unchanged, and so do images, because their base64 may contain a short path by
-    chance.
+    Cell types, output types and images remain unchanged; an image's base64 text may contain a path by chance.
     """
     if isinstance(value, dict):
         unchanged = ("cell_type", "output_type", "image/png")
@@ -213,7 +213,7 @@ def without_machine(text: str, folder: Path) -> str:
     }
     if PROJECT:
         places[str(PROJECT)] = "."
-    home = f"{Path.home()}/"  # tracebacks abbreviate it to a tilde
+    home = f"{Path.home()}/"  # tracebacks abbreviate the home folder to a tilde
     places |= {
         f"~/{place.removeprefix(home)}": name for place, name in places.items() if place.startswith(home)
     }
@@ -226,14 +226,14 @@ def without_machine(text: str, folder: Path) -> str:
 def kill_run_processes(folder: Path) -> None:
     """Kill all processes of the run in this folder, or of the runs in its subfolders, except this process.
 
-    We find processes even if their session or parent has changed. The search repeats until it finds no process
-    twice in a row, because a process's environment is invisible during an exec.
+    Processes are found even if their session or parent has changed. The search repeats until it finds no process
+    twice in a row, because a process that is just calling exec has no visible environment.
     """
     rounds = 2
     for _ in range(500):
         killed = False
         for process in psutil.process_iter():
-            with suppress(psutil.Error):  # belongs to another user, or has just ended
+            with suppress(psutil.Error):  # the process belongs to another user, or has just ended
                 mark = process.environ().get(MARK, "") if process.pid != os.getpid() else ""
                 if mark == str(folder) or mark.startswith(f"{folder}/"):
                     process.kill()
@@ -271,7 +271,7 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
 
     If only a ``show`` cell fails, the status is still ok and the cause describes the error.
     """
-    # jsonschema imports this module to check URLs if JupyterLab has installed it, which costs each run a second.
+    # If JupyterLab has installed this module, jsonschema imports it to check URLs, which takes a second per run.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import papermill
     from jupyter_client.manager import AsyncKernelManager

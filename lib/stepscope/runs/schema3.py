@@ -1,4 +1,4 @@
-"""Read records of schema 3 under today's names.
+"""Convert the names in records of schema 3 to today's names.
 
 Version 0.3 renamed fields, columns and values with misleading names. Records written by earlier versions remain
 unchanged on disk, and are translated when they are read. The tables in this module map the old names to the new
@@ -65,7 +65,7 @@ COLUMN_VALUES = {
 
 
 def upgrade_record(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema 3 record.json's content under today's names, still marked as schema 3."""
+    """Return the content of a schema 3 record.json with today's names; its ``schema_version`` is still 3."""
     study = str(document.get("study"))
     renamed = dict(document)
     for part, names in (
@@ -90,7 +90,7 @@ def upgrade_table(study: str, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_id(config: RunConfig) -> str:
-    """Return the id that schema 3 gave a configuration's run, which depends on the fields' old names."""
+    """Return the id of a configuration's run in schema 3, which is computed from the old names of the fields."""
     old_values = {field: _inverse(names) for field, names in CONFIG_VALUES.items()}
     fields = _rename_values(config.fields_of_id(), old_values)
     old_fields = _rename_keys(fields, _inverse(CONFIG_FIELDS.get(config.study, {})))

@@ -88,10 +88,10 @@ def _plain(value: Any) -> Any:
 
 
 def source_by_hand(executed: list[str], notebook: Path) -> str:
-    """Return the digest of a notebook that is run by hand, when the kernel can't see the cells' tags.
+    """Return the digest of a notebook that a user runs, for which the kernel can't see the cells' tags.
 
-    The result is the notebook file's digest if only its cells and parameter assignments were executed, and
-    otherwise a digest of all executed code.
+    If the user executed only cells of the notebook file and assignments to parameters, the result is the file's
+    digest. Otherwise, it is a digest of all executed code.
     """
     known_cells = {"", *(parsed(cell.source) for cell in code_cells(notebook))}
     cells = [parsed(source) for source in executed if not assigned_constants(source)]

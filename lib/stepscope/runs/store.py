@@ -59,16 +59,16 @@ class Store:
 
         Raises:
             StoreBusy: another process holds the lock.
-            StoreError: the folder isn't writable, or one of its subfolders is a link, which would make us write
-                runs elsewhere.
+            StoreError: the folder isn't writable, or one of its subfolders is a link, through which runs would be
+                written to another place.
         """
         with self._open_lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise StoreBusy(
-                    f"{self.root}: another sweep is writing here (fuser {self.root}/.lock says"
-                    " which process); wait for it, stop it, or choose another --runs"
+                    f"{self.root}: another sweep is writing here ('fuser {self.root}/.lock' shows"
+                    " its process); wait for it, stop it, or choose another --runs"
                     " folder"
                 ) from None
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -144,9 +144,9 @@ class Store:
         """Return all usable records, sorted by study and run id, and the errors for unusable records."""
         records, errors = [], []
         for folder in (self.root, *sorted(self.root.glob("[!.]*/"))):
-            # We check permissions here because glob silently skips unreadable folders.
+            # Permissions are checked here because glob silently skips unreadable folders.
             if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
-                errors.append(RecordError(f"{truncated_repr(folder.name)}: folder cannot be read"))
+                errors.append(RecordError(f"{truncated_repr(folder.name)}: the folder cannot be read"))
         for path in sorted(self.root.glob("[!.]*/*/")):
             try:
                 records.append(read_record(path, check_files))

@@ -1,4 +1,4 @@
-"""Run a sweep: every requested configuration without a valid record is run, and its record is saved.
+"""Run a sweep: run each requested configuration that has no valid record, and save its record.
 
 To resume a sweep, repeat its command, which skips finished runs and retries failed runs.
 """
@@ -35,12 +35,13 @@ from stepscope.runs.workers import (
     local_workers,
 )
 
-SAME_REQUEST_S = 1.0  # a closing terminal sends its signal more than once
+# Signals within this time are one request, because a closing terminal sends its signal repeatedly.
+SAME_REQUEST_S = 1.0
 
 
 @dataclass
 class SweepOptions:
-    """Options for executing a sweep's runs, by default on all of this machine's GPUs, or else on its CPU.
+    """Options for a sweep. By default, its runs use all of this machine's GPUs, or its CPU if it has no GPU.
 
     Args:
         workers: the maximum number of GPUs; without a GPU, the number of parallel runs, at most one per core.
@@ -88,7 +89,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
     """
     began = monotonic()
     with _signals_noted() as signals, ExitStack() as closing:
-        # Invalid requests are rejected before any folder is changed.
+        # Reject invalid requests before changing any folder.
         if options.scheduler:
             client = closing.enter_context(joined_workers(options.scheduler, signals))
             workers = Workers(client, options.timeout_s, options.notebooks, options.images)
@@ -120,7 +121,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
 
 
 def semaphores(root: Path) -> list[Path]:
-    """Return the paths of the named semaphores of a folder's sweeps, which Linux shows as files of 32 bytes."""
+    """Return the paths of the files that represent the named semaphores of a folder's sweeps on Linux."""
     return [*Path("/dev/shm").glob(f"sem.{_prefix(root)}-*")]
 
 
@@ -144,8 +145,9 @@ def _name_semaphores(root: Path) -> None:
 def _signals_noted() -> Iterator[list[str]]:
     """Collect the names of signals that ask the sweep to end, for the sweep's loops to poll.
 
-    We don't raise an exception, because imports and C code can swallow it, and it could interrupt the shutdown of
-    the workers. A second request ends this process immediately, and the workers and their runs exit with it.
+    The handler doesn't raise an exception, because imports and C code could swallow the exception, and because it
+    could interrupt the shutdown of the workers. A second request ends this process immediately, and the workers
+    and their runs exit with it.
     """
     noted: list[str] = []
     first = [0.0]
@@ -175,8 +177,8 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
         gpus: the number of GPUs of the machine that has the most.
 
     Raises:
-        WorkersError: a device isn't available, or not enough GPUs.
-        ConfigError: a CPU can't run a configuration.
+        WorkersError: a device isn't available, or there are not enough GPUs.
+        ConfigError: the CPU can't run a configuration.
         SweepError: the sweep's runs don't belong in this folder.
     """
     for config in configs:
@@ -189,8 +191,7 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
             require_device(config)
         elif config.gpus_needed > gpus:
             raise WorkersError(
-                f"gpus: got {config.gpus_needed} ({config.label}), but expected at most {gpus}, the number of GPUs"
-                " that a run can use here"
+                f"gpus: got {config.gpus_needed} ({config.label}), but a run can use at most {gpus} GPUs here"
             )
     if len({config.device for config in configs}) > 1:
         raise SweepError(
@@ -200,12 +201,12 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
     older = [record for record in store.records()[0] if record.schema_version == 3]
     if older:
         raise SweepError(
-            f"{store.root}: holds {len(older)} runs of stepscope 0.2 (schema 3), which this version can't"
-            " continue; choose another --runs folder"
+            f"{store.root} holds {len(older)} runs of stepscope 0.2 (schema 3), to which this version can't add"
+            " runs; choose another --runs folder"
         )
     if name and (folder_device := store.device_name()) and folder_device != name:
         raise SweepError(
-            f"{store.root}: holds runs of {folder_device!r}, but this machine's device is {name!r};"
+            f"{store.root} holds runs of {folder_device!r}, but this machine's device is {name!r};"
             " choose another --runs folder"
         )
 
@@ -238,8 +239,8 @@ def _what_is_left(
     of its notebook.
 
     Raises:
-        SweepError: a run's folder contains no usable record, or a different version of a notebook measured some of
-            the runs and ``replace`` is False.
+        SweepError: a run's folder contains no usable record, or some runs were measured by a different version of
+            their notebook and ``replace`` is False.
     """
     end, replaced = SweepEnd(), []
     for config in plan.configs:
@@ -263,7 +264,7 @@ def _what_is_left(
         )
     if replaced:
         console.print(
-            f"another version of the notebook measured {len(replaced)} of them; these runs will be replaced"
+            f"another version of the notebook measured {len(replaced)} of the runs, which will be replaced"
         )
     for config in plan.too_large:
         console.print(f"skipped, because it would not fit into the GPU's memory: {config.label}")
@@ -295,7 +296,7 @@ class _Sweep:
         self.todo = dict(self.requested)
         self.done: set[str] = set()
         self.shown: Counter = Counter()  # printed lines that are already shown, by the run's folder
-        self.died: set[str] = set()  # runs whose worker died once; a second death counts as a failure
+        self.died: set[str] = set()  # runs whose worker has died; the second time, the run counts as failed
         self.device_name = store.device_name()
 
     def run(self) -> None:
@@ -324,7 +325,7 @@ class _Sweep:
             kill_run_processes(self.store.partial)
 
     def _assign(self) -> None:
-        """Assign runs, in the sweep's order, to workers with a free place on the run's device."""
+        """Assign runs, in the sweep's order, to workers with a free place on the device that each run needs."""
         for name, config in list(self.todo.items()):
             budget_s = self.options.time_budget_s
             if budget_s is not None and monotonic() - self.began >= budget_s:

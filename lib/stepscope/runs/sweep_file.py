@@ -28,8 +28,8 @@ from stepscope.yaml_files import load_yaml
 
 ACROSS = PACKAGE / "sweeps"  # sweeps over several studies
 STUDIES = PACKAGE / "studies"  # sweeps of single studies
-LARGEST = "LARGEST"  # a placeholder for the largest size that we predict to fit
-MAX_RUNS_PER_BLOCK = 100_000  # more, such as those of ten axes with ten values each, are probably a mistake
+LARGEST = "LARGEST"  # a placeholder for the largest size that is predicted to fit
+MAX_RUNS_PER_BLOCK = 100_000  # more runs (ten axes with ten values each, for example) are probably a mistake
 MAX_MEMORY_FRACTION = 0.9  # maximum fraction of the GPU's memory that the step at LARGEST may use
 
 
@@ -45,7 +45,7 @@ class Block(BaseModel):
         fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to choose the
             handout whose size names to use; it isn't a field of the configuration.
         axes: lists of values by field; the last axis varies fastest.
-        skip_too_large: omit a run if we predict that even its smallest measurement doesn't fit into GPU memory.
+        skip_too_large: omit a run if even its smallest measurement is predicted not to fit into GPU memory.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -60,7 +60,7 @@ class Block(BaseModel):
         names = Counter(["study", *self.fixed, *self.axes])
         if twice := [name for name, times in names.items() if times > 1]:
             raise ValueError(
-                f"{truncated_repr(twice[0])}: given more than once, as study, in fixed or in axes"
+                f"{truncated_repr(twice[0])}: given more than once; name each field once, in fixed or in axes"
             )
         if math.prod(map(len, self.axes.values())) > MAX_RUNS_PER_BLOCK:
             raise ValueError(f"axes: expected a product of at most {MAX_RUNS_PER_BLOCK:,} runs")
@@ -94,9 +94,9 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
         shipped |= on_cpu
     if name in shipped:
         if device == "cpu" and shipped[name] == on_gpu.get(name):
-            raise SweepError(f"{name} needs a CUDA GPU, but this machine has none; cpu runs tiny models")
+            raise SweepError(f"{name} needs a CUDA GPU, but this machine has none; 'cpu' runs tiny models")
         return shipped[name]
-    with suppress(OSError):  # the name is too long for a path
+    with suppress(OSError):  # raised if the name is too long for a path
         if (path := Path(name)).is_file():
             return [path]
     raise SweepError(
@@ -110,12 +110,12 @@ def _sweeps_of_studies(file: str) -> dict[str, list[Path]]:
 
 
 def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> SweepPlan:
-    """Return all of the sweeps' configurations, in order and without duplicates.
+    """Return the configurations of all sweeps, in order and without duplicates.
 
     Args:
         sources: sweep files, each with one :class:`Block` or a list of blocks, or blocks as dicts.
         device: the device that ``auto`` denotes on the machines that will execute the runs.
-        gpu_gib: the memory of these machines' smallest GPU in GiB.
+        gpu_gib: the memory in GiB of the smallest GPU on these machines.
 
     Raises:
         YamlFileError: a file is missing or isn't plain YAML.
@@ -157,7 +157,7 @@ def _expand(block: Block, device: str, gpu_gib: float | None) -> Iterator[RunCon
 
 
 def peak_gib(config: RunConfig) -> float:
-    """Predict the assignment's fp32 step's peak memory in GiB with the run's model; return 0 without a step."""
+    """Predict the peak memory in GiB of an fp32 baseline step with the run's model; return 0 without a step."""
     if not isinstance(config, StepConfig):
         return 0.0
     step = config.step(
@@ -169,7 +169,7 @@ def peak_gib(config: RunConfig) -> float:
 def min_peak_gib(config: RunConfig) -> float:
     """Predict the peak memory in GiB of a run's smallest measurement; return 0 if the run has no training step.
 
-    A run's other modes and precisions can be too large, because they then become rows with status "oom".
+    The run's other modes and precisions may be too large; they then become rows with status "oom".
     """
     if not isinstance(config, StepConfig):
         return 0.0
@@ -181,7 +181,7 @@ def min_peak_gib(config: RunConfig) -> float:
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
-    """Return the handout's largest size whose step we predict to fit, or its smallest size without a GPU."""
+    """Return the handout's largest size whose step is predicted to fit; without a GPU, its smallest size."""
 
     def fits(size: str) -> bool:
         config = configure(
@@ -194,7 +194,7 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
 
 
 def sweep_description(path: Path) -> str | None:
-    """Return the comment in a sweep file's first line, such as its time on an H200; None without a comment."""
+    """Return the comment in a sweep file's first line, such as its time on an H200; None if there is none."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             first = file.readline(500).strip()

@@ -1,8 +1,8 @@
-"""Execute runs on Dask workers, which belong to this machine or to an existing scheduler.
+"""Execute runs on Dask workers, which are on this machine or belong to an existing scheduler.
 
 A worker is a machine with GPUs, or a part of a machine without GPUs. Its Dask resources are its number of GPUs
 (``GPU``) or its number of parallel runs on the CPU (``RUNS``). A run on a GPU has exclusive use of that GPU and of
-its share of the machine's cores, because anything that runs next to a measurement changes it.
+a share of the machine's cores, because other work at the same time changes a measurement.
 
 The sweep places runs itself and polls them every half second, because Dask's own scheduling doesn't fit:
 ``resources=`` checks a worker's total resources rather than its free resources, so a run could wait for one worker
@@ -31,7 +31,7 @@ from stepscope.runs.record import Record
 from stepscope.runs.run import CORES, DASKS, IMAGES, NOTEBOOKS, kill_run_processes, make_run
 
 RESOURCE = {"cuda": "GPU", "cpu": "RUNS"}  # the Dask resource that a run on each device needs
-# Limits in seconds for connecting to a scheduler, for its first worker, and for closing.
+# Timeouts in seconds: to connect to a scheduler, to wait for its first worker, and to close.
 ANSWER_S, WORKERS_S, CLOSE_S = 10, 60, 5
 START = (
     "dask worker ADDRESS --nthreads 2 --resources GPU=2 on a machine with two GPUs"
@@ -48,7 +48,7 @@ class WorkerDied(StepscopeError, RuntimeError):
 
 
 class SchedulerGone(StepscopeError, RuntimeError):
-    """An error for an unreachable scheduler, which leaves the state of its runs unknown."""
+    """An error for a scheduler that is unreachable, so that the state of its runs is unknown."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Workers:
             raise SchedulerGone(f"the scheduler is gone ({error})") from None
 
     def devices(self) -> list[str]:
-        """Return the devices that at least one worker offers, ``cuda`` before ``cpu``."""
+        """Return the devices that the workers offer, ``cuda`` before ``cpu``."""
         return [
             device
             for device, resource in RESOURCE.items()
@@ -122,7 +122,7 @@ class Workers:
         return len(self.running) >= sum(worker["nthreads"] for worker in self.offers.values())
 
     def largest_offer(self, device: str) -> int:
-        """Return how many GPUs (or CPU runs) the largest worker offers."""
+        """Return the largest number of GPUs (or parallel CPU runs) that a single worker offers."""
         resource = RESOURCE[device]
         return max((int(worker["resources"].get(resource, 0)) for worker in self.offers.values()), default=0)
 
@@ -172,11 +172,11 @@ class Workers:
             return Record.model_validate_json(assignment.future.result())
         except OSError as error:
             return error
-        except Exception as error:  # noqa: BLE001 lost worker, bug, or a worker's different stepscope version
+        except Exception as error:  # noqa: BLE001 a lost worker, a bug, or another stepscope version
             return WorkerDied(f"its worker returned an error: {type(error).__name__}: {_describe(error)}")
 
     def close(self, partial: Path) -> None:
-        """Cancel the remaining tasks, and kill their runs in ``partial``'s subfolders on all workers."""
+        """Cancel the remaining tasks, and kill their runs, whose folders are in ``partial``, on all workers."""
         if self.running:
             with suppress(Exception):  # the scheduler or a worker may be gone, together with its runs
                 self.client.cancel([assignment.future for assignment in self.running], force=True)
@@ -184,7 +184,7 @@ class Workers:
 
 
 def workers_of(client: Any) -> dict[str, dict]:
-    """Query the scheduler for its workers, by address, because the client's copy is sometimes empty."""
+    """Return the workers by address; ask the scheduler, because the client's list is sometimes empty."""
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
@@ -312,7 +312,7 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
     except Exception as error:  # noqa: BLE001 many error types: worker process, nanny, connection
         if cluster:
             cluster.close(timeout=CLOSE_S)
-        raise SchedulerGone(f"an error starting the local workers ({_describe(error)})") from None
+        raise SchedulerGone(f"an error while starting the local workers ({_describe(error)})") from None
     try:
         yield client
     finally:
@@ -348,7 +348,7 @@ def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
 
     Args:
         address: the scheduler's address, such as tcp://10.0.0.1:8786.
-        signals: a list that collects signals that ask the sweep to end; they also end the wait for workers.
+        signals: the list of received signals that ask the sweep to end; a signal also ends the wait for workers.
 
     Raises:
         WorkersError: the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.
@@ -370,7 +370,7 @@ def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
         offered = {resource for worker in workers_of(client).values() for resource in worker["resources"]}
         if not offered & set(RESOURCE.values()) and not signals:
             problem = (
-                "its workers offer neither the resource GPU nor RUNS"
+                "its workers offer neither the resource GPU nor the resource RUNS"
                 if workers_of(client)
                 else "it has no workers"
             )

@@ -1,7 +1,8 @@
 """Define views: a few wide, tidy tables per study, in which documents look up numbers.
 
-A view is a function with a key. The view itself doesn't select rows; a document selects them by specifying values
-of key fields. A column's name ends with its unit (``wall_ms``, ``busy_share``); :func:`unit_of` parses it.
+A view is a function that returns a table, and a key that identifies the table's rows. A document selects rows by
+giving values of key fields. A column's name ends with its unit (``wall_ms``, ``busy_share``); :func:`unit_of`
+parses it.
 
     @view(key=[*CONFIG, "optimization", "batch_size"], columns=["wall_ms", "speedup"], studies=["ladder"])
     def steps(data: Views) -> pd.DataFrame: ...
@@ -119,7 +120,7 @@ def all_views() -> dict[str, View]:
 
 
 class Views(Mapping[str, pd.DataFrame]):
-    """A mapping from names to views of a folder's tables; each view is computed once, at its first lookup.
+    """The views of a folder's tables by name; each view is computed once, when it is first looked up.
 
     Raises:
         MissingTable: a view requires a table that no run contains.
@@ -156,11 +157,11 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
     """Check that a view's keys are unique, and return its declared columns."""
     expected = [*declared.key, *declared.columns]
     if missing := [column for column in expected if column not in frame]:
-        raise ViewError(f"view {name}: has no column {', '.join(missing)}, but declares it")
+        raise ViewError(f"view {name} declares the column {', '.join(missing)}, but doesn't return it")
     repeated = frame[frame.duplicated(declared.key, keep=False)]
     if len(repeated):
         raise ViewError(
-            f"view {name}: {len(repeated)} rows repeat a key, the first {_first(repeated, declared)}"
+            f"view {name}: {len(repeated)} rows share their keys; the first key is {_first(repeated, declared)}"
         )
     frame = frame[expected].reset_index(drop=True)
     unnamed = Names(varying(frame, declared.key))
@@ -169,7 +170,7 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 class Names(tuple):
-    """Column names for a frame's ``attrs``; unlike other values, pandas operations don't deep-copy them."""
+    """Column names for a frame's ``attrs``, which pandas operations don't deep-copy as they do other values."""
 
     def __deepcopy__(self, memo: dict) -> "Names":
         return self

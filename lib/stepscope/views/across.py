@@ -1,4 +1,4 @@
-"""Define views that join studies: all runs, steps timed by two studies, and one kernel with different weights."""
+"""Define views that join studies: all runs, steps that two studies timed, and a kernel whose time they compare."""
 
 import pandas as pd
 

@@ -1,4 +1,4 @@
-"""Define the attention study's views: time, memory and error of attention alone."""
+"""Define the attention study's views: time, memory and error of attention on its own."""
 
 import pandas as pd
 
@@ -43,9 +43,9 @@ def attention_phases(data: Views) -> pd.DataFrame:
     """Return one row per case (implementation, context length and setting) and phase, forward or backward.
 
     ``wall_text`` gives the median wall time with its quartiles. ``gpu_wall_ratio`` is GPU time divided by wall
-    time. If a case runs out of memory, ``allocated_gib`` is the memory already allocated, ``requested_gib`` is the
-    size of the failed request, and ``out_of_memory`` describes the failure. ``device_gib`` is the free GPU memory
-    before the run.
+    time. If a case runs out of memory, ``allocated_gib`` is the memory that was already allocated,
+    ``requested_gib`` is the size of the failed request, and ``out_of_memory`` describes the failure.
+    ``device_gib`` is the GPU memory that was free before the run.
     """
     frame = _cases(data)
     texts = [
@@ -82,9 +82,9 @@ def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
 def _outcomes(frame: pd.DataFrame) -> pd.Series:
     """Describe why and in which phase each case ran out of memory ("" for cases that didn't).
 
-    Both phases of a case share one status, because a case is checked before it is timed. To distinguish them, we
-    scale forward's peak memory at the longest context length that ran by the square of the context length ratio.
-    If the result fits into GPU memory, the case ran out of memory in backward.
+    Both phases of a case share one status, because a case is checked before it is timed. To find the phase that
+    failed, we take forward's peak memory at the longest context length that ran, and scale it by the square of the
+    ratio of context lengths. If the result fits into GPU memory, the case ran out of memory in backward.
     """
     alike = [*SETTING, "implementation"]
     ran = frame[(frame["phase"] == "forward") & frame["peak_mib"].notna()]
@@ -145,11 +145,11 @@ def attention(data: Views) -> pd.DataFrame:
     """Return one row per case: attention's forward and backward together, and the wall time of each phase.
 
     Speedups are relative to naive attention in the same setting. ``rank`` orders a setting's implementations by
-    GPU time, where 1 is the fastest; ``lead_speedup`` is the fastest implementation's speedup over the second
+    GPU time, where 1 is the fastest; ``lead_speedup`` is the speedup of the fastest implementation over the second
     fastest. ``saved_mib`` is the memory saved for backward, excluding q, k, v and the output; ``in_use_mib`` is
-    all memory allocated before backward. ``formula_error`` is the peak's relative difference from its prediction.
-    ``square_gib`` is the size of one T x T matrix per sequence in the setting's precision, and ``row_mib`` is the
-    size of one fp32 number per row.
+    all memory allocated before backward. ``formula_error`` is the relative difference between the peak and its
+    prediction. ``square_gib`` is the size of one T x T matrix per sequence in the setting's precision, and
+    ``row_mib`` is the size of one fp32 number per row.
     """
     frame = _ordered(_cases(data).drop_duplicates(CASE))[
         [*CASE, "name", "precision_name", "status", "device_gib"]
@@ -188,7 +188,7 @@ def _second_smallest(values: pd.Series) -> float:
 
 
 def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
-    """Return each case's times in one phase; for backward, also passes, memory and outcome."""
+    """Return each case's times in one phase; for backward, also return passes, memory and outcome."""
     phases = data["attention_phases"]
     own = phases[phases["phase"] == phase]
     names = {

@@ -11,14 +11,14 @@ from stepscope.traces.kernel_categories import MATMUL
 from stepscope.views import Views, in_order, view
 
 BOTH = ["benchmark", "mixed_precision"]
-FIRST_TIMED = 10  # steps in the assignment's means and deviations, even if more were timed
+FIRST_TIMED = 10  # the assignment's means and deviations use this many steps, even if more were timed
 WARM_UP_STEPS = (0, 1, 2, 5)
 WITHOUT_REPEAT = [name for name in CONFIG if name != "repeat"]
 PLACES = ("first", "second", "third")
 
 
 def both_studies(data: Views, table: str) -> pd.DataFrame:
-    """Return both studies' rows of a table, with the column ``study``; mixed_precision's rows get repeat 0."""
+    """Return the rows of a table in both studies, with the column ``study``; mixed_precision gets repeat 0."""
     frames = [
         data.table(f"{study}.{table}").assign(study=study) for study in BOTH if data.has(f"{study}.{table}")
     ]
@@ -61,12 +61,12 @@ def times(data: Views) -> pd.DataFrame:
 
     * ``launch_bound``: see :func:`stepscope.stats.launch_bound`. Use the value for "total", because one phase can
       wait for launches while another phase runs long kernels.
-    * ``fastest_ms``: the fastest timed step's wall time, only for launch-bound rows, because their medians vary
+    * ``fastest_ms``: the wall time of the fastest timed step, given only for launch-bound rows, whose medians vary
       between runs; ``fastest_idle_share``: the share of ``fastest_ms`` during which no kernel runs.
-    * ``launch_us`` (median step) and ``fastest_launch_us``: wall time per kernel, only for launch-bound rows;
-      ``kernel_us``: GPU time per kernel.
+    * ``launch_us`` and ``fastest_launch_us``: wall time per kernel in the median and in the fastest step, given
+      only for launch-bound rows; ``kernel_us``: GPU time per kernel.
     * ``wall_std_share``: the wall time's standard deviation divided by its median.
-    * ``phase_share``: the phase's share of its mode's total GPU time.
+    * ``phase_share``: the phase's share of the total GPU time of the mode.
     * ``mfu`` (relative to the data sheet's rate) and ``matmul_rate_share`` (relative to the fastest large matmul
       in all runs with that precision): FLOPs per wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and
       ``gpu_tflops``: FLOPs per GPU time.
@@ -135,7 +135,7 @@ def kernel_categories(data: Views) -> pd.DataFrame:
 def samples(data: Views) -> pd.DataFrame:
     """Return one row per step (and phase) that the benchmark timed, starting with each mode's first step.
 
-    ``warmup`` marks the steps that the medians exclude.
+    ``warmup`` is true for steps that the medians exclude.
     """
     return in_order(data.table("benchmark.samples").sort_values("repeat", kind="stable"))
 
@@ -169,7 +169,7 @@ def models(data: Views) -> pd.DataFrame:
 
 
 def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
-    """Format as "58.5 ± 0.0799", in ms; None if the mean is missing."""
+    """Format means and deviations in ms as "58.5 ± 0.0799"; return None where the mean is missing."""
     texts = [
         None if pd.isna(mean) else f"{digits(mean, 'ms')} ± {digits(deviation, 'ms')}"
         for mean, deviation in zip(means, deviations)
@@ -183,9 +183,9 @@ def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
     studies=BOTH[:1],
 )
 def timed_steps(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase: mean and standard deviation of the first timed steps.
+    """Return one row per configuration, mode and phase: the mean and deviation of the first ten timed steps.
 
-    Ten steps are used, or fewer if fewer were timed (``steps``).
+    ``steps`` is less than ten if fewer steps were timed.
     """
     found = data["samples"].sort_values("step", kind="stable")
     key = [*CONFIG, "mode", "phase"]
@@ -227,8 +227,8 @@ def warm_up(data: Views) -> pd.DataFrame:
     """Return one row per configuration and number of warm-up steps.
 
     The columns give the mean and standard deviation of the ten full steps after the warm-up (or fewer, if fewer
-    were timed), and the first of these steps. One run suffices for all warm-up lengths, because the samples
-    include each of a process's steps.
+    were timed), and the time of the first of these steps. One run suffices for all numbers of warm-up steps,
+    because its samples include every step of the process.
     """
     found = data["samples"]
     found = found[(found["mode"] == "step") & (found["phase"] == "total")]
@@ -270,10 +270,10 @@ def warm_up(data: Views) -> pd.DataFrame:
 def first_steps(data: Views) -> pd.DataFrame:
     """Return one row per process and phase of its full steps: the first three steps next to the median.
 
-    The columns give the first three steps' wall times and enqueue times, the timed steps' median (``later_ms``),
-    and how much the first three steps exceed it. ``first_delay_share`` is the phase's share of the first step's
-    total delay. A step is slow if it exceeds the median by more than single steps usually vary: 1%, or 20% if the
-    timed steps are launch-bound.
+    The columns give the wall and enqueue times of the first three steps, the median of the timed steps
+    (``later_ms``), and how much each of the first three steps exceeds it. ``first_delay_share`` is the phase's
+    share of the first step's total delay. A step is slow if it exceeds the median by more than single steps
+    usually vary: 1%, or 20% if the timed steps are launch-bound.
     """
     key = [*CONFIG, "phase"]
     found = data["samples"]
@@ -331,8 +331,8 @@ def first_steps(data: Views) -> pd.DataFrame:
 def repeats(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode and phase that several processes measured: how much its times vary.
 
-    The columns give the minimum and maximum over the processes' median wall times, fastest steps and GPU times,
-    and the ratio of maximum to minimum.
+    For each process, we take the median wall time, the fastest step and the GPU time; the columns give the minimum
+    and maximum of each over all processes, and the ratio of maximum to minimum.
     """
     found = data["times"].query("study == 'benchmark' and gpu_ms.notna()")
     made = found.groupby([*WITHOUT_REPEAT, "mode", "phase"], sort=False).agg(
@@ -399,7 +399,7 @@ WITHOUT_OPTIMIZER = [name for name in CONFIG if name != "optimizer"]
     over=["optimizer"],
 )
 def optimizers(data: Views) -> pd.DataFrame:
-    """Return one row per configuration measured with both AdamWs, foreach (the default) and fused: GPU times."""
+    """Return one row per configuration measured with foreach and fused AdamW: the optimizer's GPU times."""
     found = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'optimizer'")
     made = found.set_index([*WITHOUT_OPTIMIZER, "optimizer"])["gpu_ms"].unstack("optimizer")
     made = made.reindex(columns=["foreach", "fused"]).dropna().add_suffix("_ms").reset_index()
@@ -445,9 +445,9 @@ def compiled(data: Views) -> pd.DataFrame:
     """Return one row per compiled configuration and mode that was also measured uncompiled (``eager_...``).
 
     The uncompiled step comes from the benchmark, or from mixed_precision if the benchmark didn't measure it.
-    ``wall_speedup`` (see :func:`stepscope.stats.wall_speedup`) is missing if the difference is within the usual
-    variation of launch-bound times. ``break_even_steps`` is the compile time divided by the time saved per step;
-    it compares the fastest steps if either step is launch-bound. ``other_...`` describe the non-matmul kernels.
+    ``wall_speedup`` (see :func:`stepscope.stats.wall_speedup`) is missing if launch-bound times usually vary by as
+    much as the difference. ``break_even_steps`` is the compile time divided by the time saved per step; if either
+    step is launch-bound, the fastest steps are compared. ``other_...`` describe the non-matmul kernels.
     ``optimizer_share`` is the optimizer's share of the compiled step's GPU time.
     """
     made = _beside_eager(data["times"])

@@ -16,7 +16,7 @@ BUCKETS = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB}
 
 
 def _table(data: Views, name: str) -> pd.DataFrame:
-    """Return a table of all runs, a configuration's repeats in their order."""
+    """Return a table of all runs, in which the repeats of each configuration are in order."""
     return in_order(data.table(f"distributed.{name}").sort_values(["gpus", "repeat"], kind="stable"))
 
 
@@ -64,14 +64,20 @@ def _table(data: Views, name: str) -> pd.DataFrame:
     studies=["distributed"],
 )
 def strategies(data: Views) -> pd.DataFrame:
-    """Return one row per strategy: all ranks' wall time and memory, and the mean of the ranks' profiled steps.
+    """Return one row per strategy: wall time and memory over all ranks, and the parts of the mean profiled step.
 
-    ``tokens`` are those of one rank. ``exposed_ms`` is the transfer and waiting that nothing else hides,
-    ``hidden_ms`` is the rest of ``communication_ms``, and ``without_overlap_ms`` is the control's wall time plus
-    the time of the communication alone. ``kernels_slowdown_share`` compares the other kernels with those of the
-    control. ``repeat_error`` is by how much the largest of several runs' wall times exceeds the smallest.
-    ``matmul_tflops`` counts 6 FLOPs per parameter and token. A step is ``launch_bound`` if the host needs
-    longer to enqueue it than the GPU computes, transfers and copies, which takes less than 95% of the step.
+    The parts are means over the ranks.
+
+    * ``tokens``: the tokens per step and rank.
+    * ``exposed_ms``: the time of transfers and waiting that no other work hides; ``hidden_ms``: the rest of
+      ``communication_ms``.
+    * ``without_overlap_ms``: the wall time of the control plus the time of the communication on its own. The
+      control is the strategy that computes the same without communication.
+    * ``kernels_slowdown_share``: how much longer kernels that don't communicate take than in the control.
+    * ``repeat_error``: the relative difference between the longest and the shortest wall time of several runs.
+    * ``matmul_tflops``: the rate of matmuls, which counts 6 FLOPs per parameter and token.
+    * ``launch_bound``: the CPU takes longer to enqueue the step than the GPU takes to compute, transfer and copy,
+      and the GPU does so for less than 95% of the wall time.
     """
     steps, ranks, kernels = (_table(data, name) for name in ("steps", "ranks", "kernels"))
     rows = []
@@ -124,10 +130,11 @@ def strategies(data: Views) -> pd.DataFrame:
     studies=["distributed"],
 )
 def buckets(data: Views) -> pd.DataFrame:
-    """Return one row per size of DDP's buckets, with the overhead by formula next to the exposed communication.
+    """Return one row per DDP bucket size: the overhead by formula, and the measured exposed communication.
 
-    The formula is s / (n w) + n o: s bytes of gradients in n buckets, at w bytes per second and o seconds per
-    all-reduce. Both are measured by all-reduces alone: w with the largest, and o with the smallest.
+    The formula is s / (n w) + n o, for s bytes of gradients in n buckets, a rate of w bytes per second, and o
+    seconds per all-reduce. Both w and o are measured with all-reduces that run on their own: w with the largest
+    all-reduce, and o with the smallest.
     """
     table = data["strategies"].assign(bucket_mib=data["strategies"]["strategy"].map(BUCKETS))
     table = table[table["bucket_mib"].notna()]
@@ -153,7 +160,7 @@ def buckets(data: Views) -> pd.DataFrame:
     studies=["distributed"],
 )
 def strategy_ranks(data: Views) -> pd.DataFrame:
-    """Return one row per strategy and rank: the mean profiled step, the parts that add up to it, and their sum.
+    """Return one row per strategy and rank: the mean profiled step, its parts, and the sum of the parts.
 
     ``communication_ms`` and ``transfer_total_ms`` include communication that compute hides.
     """
@@ -164,7 +171,7 @@ def strategy_ranks(data: Views) -> pd.DataFrame:
 
 @view(key=[*CASE, "part", "start_ms"], columns=["name", "duration_ms"], studies=["distributed"])
 def strategy_streams(data: Views) -> pd.DataFrame:
-    """Return when compute, communication and copies run during one step of rank 0, as intervals."""
+    """Return one row per interval in which compute, communication or copies run during one step of rank 0."""
     timeline = _table(data, "timeline")
     return timeline.assign(name=timeline["strategy"].map(label))
 
@@ -175,7 +182,10 @@ def strategy_streams(data: Views) -> pd.DataFrame:
     studies=["distributed"],
 )
 def slowdowns(data: Views) -> pd.DataFrame:
-    """Return each strategy's kernels by category, next to those of its control; "all" is their sum."""
+    """Return one row per strategy and kernel category: GPU time in the strategy and in its control.
+
+    The category "all" is the sum over all compared categories.
+    """
     steps, kernels = _table(data, "steps"), _table(data, "kernels")
     rows = []
     for run_id, run in steps.groupby("run_id", sort=False):
@@ -188,7 +198,7 @@ def slowdowns(data: Views) -> pd.DataFrame:
 
 @view(key=[*CONFIG, "kind", "mib"], columns=["time_ms", "bus_gb_per_s"], studies=["distributed"])
 def collectives(data: Views) -> pd.DataFrame:
-    """Return the time of collectives alone by kind and size, and their bus bandwidth."""
+    """Return one row per kind and size of collective: its time and bus bandwidth when it runs on its own."""
     return _table(data, "collectives").rename(columns={"bus_gb_s": "bus_gb_per_s"})
 
 
@@ -199,9 +209,10 @@ def collectives(data: Views) -> pd.DataFrame:
     over=["size", "context_length", "batch_size", "repeat"],
 )
 def collective_costs(data: Views) -> pd.DataFrame:
-    """Return what collectives cost: time per GiB in the largest, and the time that the smallest takes beyond that.
+    """Return one row per kind of collective: the cost per GiB and the fixed cost per call.
 
-    ``gb_per_s`` is the bus bandwidth of the largest.
+    ``ms_per_gib`` and ``gb_per_s`` (bus bandwidth) come from the largest collective. ``call_us`` is the time of
+    the smallest collective minus its size times ``ms_per_gib``.
     """
     found = data["collectives"].sort_values("mib", kind="stable")
     ends = found.groupby(["gpus", "kind"], sort=False)
@@ -213,6 +224,9 @@ def collective_costs(data: Views) -> pd.DataFrame:
 
 @view(key=[*CASE, "compared_in"], columns=["name", "loss_error", "gradient_error"], studies=["distributed"])
 def distributed_errors(data: Views) -> pd.DataFrame:
-    """Return the relative errors of loss and gradients against one GPU that accumulates all ranks' batches."""
+    """Return one row per strategy and precision: the relative errors of its loss and gradients.
+
+    The reference is one GPU that accumulates gradients over the batches of all ranks.
+    """
     errors = _table(data, "numerics")
     return errors.assign(name=errors["strategy"].map(label))

@@ -24,8 +24,8 @@ def fact(function: Callable[..., Any]) -> Callable[..., Any]:
 def ten_steps(first_ms: float, later_ms: float) -> dict[str, float]:
     """Return the mean and sample standard deviation of ten steps: one slow step and nine equal ones.
 
-    If all but one of n numbers are equal, the standard deviation is the outlier's distance from them divided by
-    the square root of n.
+    If all but one of n numbers are equal, their standard deviation is the distance between the outlier and the
+    other numbers, divided by the square root of n.
     """
     return {"mean_ms": (first_ms + 9 * later_ms) / 10, "std_ms": (first_ms - later_ms) / 10**0.5}
 
@@ -60,8 +60,8 @@ def flops_of_step(step: pd.Series) -> dict[str, float]:
 def tokens_to_hide(gpus: int, gradient_bytes: int, tflops: float, gb_per_s: float) -> float:
     """Return the tokens per GPU at which backward's matmuls take as long as the gradients' all-reduce.
 
-    Of P parameters and T tokens, backward has 4 P T FLOPs, and the all-reduce moves 2 (n - 1) / n times the
-    gradients' bytes over each link, so P cancels out.
+    With P parameters and T tokens, backward runs 4 P T FLOPs, and the all-reduce moves 2 (n - 1) / n times the
+    bytes of the gradients over each link. Both times are proportional to P, so P cancels out.
 
     Args:
         gradient_bytes: bytes of one parameter's gradient.
@@ -74,14 +74,14 @@ def tokens_to_hide(gpus: int, gradient_bytes: int, tflops: float, gb_per_s: floa
 
 @fact
 def best_bucket(gradients_gib: float, ms_per_gib: float, call_us: float) -> dict[str, float]:
-    """Return the number and size of buckets for which s / (n w) + n o is smallest, and that overhead.
+    """Return the number and size of buckets that minimize the overhead s / (n w) + n o, and this overhead.
 
-    The two terms are equal there: n is the square root of s / (w o).
+    At the minimum, the two terms are equal, so n is the square root of s / (w o).
 
     Args:
         gradients_gib: s, the size of all gradients.
         ms_per_gib: 1 / w, the time that an all-reduce takes per GiB.
-        call_us: o, the time that each all-reduce takes in addition.
+        call_us: o, the fixed time that each all-reduce takes in addition.
     """
     total_ms, call_ms = gradients_gib * ms_per_gib, call_us / 1e3
     count = (total_ms / call_ms) ** 0.5

@@ -1,7 +1,8 @@
 """Define the ladder's views: a training step from the fp32 baseline to the fastest, one optimization at a time.
 
-A speedup is a ratio of GPU times unless it is called a wall speedup. If either of two wall times is launch-bound,
-the fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` count as noise.
+A speedup is a ratio of GPU times unless it is called a wall speedup. For a wall speedup, if either step is
+launch-bound, the fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN`
+count as noise.
 """
 
 from itertools import combinations
@@ -20,10 +21,10 @@ SHAPE = ["size", "context_length", "vocab_size"]
 CASE = [*SHAPE, "batch_size"]  # identifies one ladder
 KEY = [*CASE, "optimization"]
 FIRST, LAST = LADDER_OPTIMIZATIONS[0], LADDER_OPTIMIZATIONS[-1]
-GRAPH = "cuda_graph"  # compared in wall time, because it removes launches but no kernels
-POWER_CAP = "power cap"  # NVML's reason for a clock that the power limit lowers
-SMOOTHED_STEPS = 10  # in a moving average, because the loss fluctuates from step to step
-FINAL_STEPS = 50
+GRAPH = "cuda_graph"  # its speedup is in wall time, because it removes launches but no kernels
+POWER_CAP = "power cap"  # the reason that NVML gives if the power limit lowers the clock
+SMOOTHED_STEPS = 10  # length of the moving average; the loss fluctuates from step to step
+FINAL_STEPS = 50  # steps at the end of a training run, over which the final distance is averaged
 NAMES = {
     "fp32": "fp32, naive attention",
     "tf32": "TF32",
@@ -85,12 +86,12 @@ def rates(data: Views) -> pd.DataFrame:
 
     * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: one large matmul or copy for a few
       milliseconds. We use the fastest run, because a disturbance can only slow such a burst.
-    * ``sustained_...``: large bf16 matmuls back to back for a second; medians over the runs, except for the
-      minima and maxima. ``hottest_sustained_tflops`` belongs to the run with the most power.
-    * ``sheet_bf16_tflops``: the data sheet's rate, at the SM clock ``sheet_clock_mhz``.
-    * ``..._second_moment``: a second moment that should decrease, after updates in fp32 or in bf16 with one of two
-      rounding modes.
-    * ``..._numbers``: how many of the optimizer kernel's numbers were compared with NumPy's, and how many differ.
+    * ``sustained_...``: measured while large bf16 matmuls run back to back for a second; medians over the runs,
+      except for the minima and maxima. ``hottest_sustained_tflops`` is from the run with the highest power.
+    * ``sheet_bf16_tflops``: the data sheet's rate, which applies at the SM clock ``sheet_clock_mhz``.
+    * ``..._second_moment``: a second moment that should decrease, after updates in fp32, or in bf16 with one of
+      two rounding modes.
+    * ``..._numbers``: how many results of the optimizer kernel were compared with NumPy, and how many differ.
     """
     results = _with_device(data, data.table("ladder.results"))
     results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
@@ -187,21 +188,23 @@ def steps(data: Views) -> pd.DataFrame:
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
       number of kernels.
     * ``power_limited``: NVML names the power cap as a reason for a lowered clock.
-    * ``inconsistent``: how the profiled steps of a power-limited step differ by more than 3%; otherwise empty.
-    * ``mean_...`` and costs per token: costs are sums over steps, so they use the mean step time,
-      ``wall_mean_ms``, rather than the median, ``wall_ms``. For older records without ``wall_mean_ms``, they use
-      ``energy_per_step_j / power_w`` of the same steps.
-    * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s divided by the large matmul's, in
-      a burst or sustained; ``at_clock_mfu``: ``mean_mfu`` relative to the data sheet's rate scaled to the step's
-      SM clock. All three apply only to bf16 steps.
-    * ``reference_ms``: the time of the matmul FLOPs at the large matmul's rate (``matmul_ms``), plus the time of
-      the optimizer's bytes at the copy's rate (``memory_traffic_ms``). It is a reference, not a bound.
-      ``sustained_reference_ms`` uses the sustained matmul rate. Both are missing for FP8, which mixes matmuls at
-      two rates.
-    * ``previous_...``, ``fp32_...``, ``graph_...``: the step with the preceding optimization (bf16 moments for FP8
-      and a chunked loss), in fp32, and with the CUDA graph; ``..._speedup`` is this step's speedup over it.
+    * ``inconsistent``: for a power-limited step whose profiled steps differ by more than 3%, a description of the
+      difference; otherwise empty.
+    * ``mean_...`` and costs per token: costs are sums over steps, so they are computed from the mean step time,
+      ``wall_mean_ms``, instead of the median, ``wall_ms``. Older records lack ``wall_mean_ms``; for these, the
+      mean step time is ``energy_per_step_j / power_w``.
+    * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s divided by the burst rate or the
+      sustained rate of a large matmul; ``at_clock_mfu``: ``mean_mfu``, with the data sheet's rate scaled to the
+      step's SM clock. All three apply only to bf16 steps.
+    * ``reference_ms``: the time that the matmul FLOPs take at the large matmul's rate (``matmul_ms``), plus the
+      time to move the optimizer's bytes at the copy's rate (``memory_traffic_ms``). It is a reference, not a
+      bound. ``sustained_reference_ms`` uses the sustained matmul rate. Both are missing for FP8, which mixes
+      matmuls at two rates.
+    * ``previous_...``, ``fp32_...``, ``graph_...``: values of the step with the preceding optimization (for FP8
+      and the chunked loss, bf16 moments), of the fp32 step, and of the step with the CUDA graph; ``..._speedup``
+      is this row's speedup over that step.
     * ``speedup``: the speedup over the preceding optimization, in GPU time (wall time for the CUDA graph). It is
-      missing if it is under 3%, or if the CUDA graph's gain is smaller than either step's interquartile range.
+      missing if it is under 3%, or if the CUDA graph saves less time than either step's interquartile range.
     """
     rows = _measured(data)
     ladder = rows[rows.optimization.isin(LADDER_OPTIMIZATIONS) & rows.wall_ms.notna()]
@@ -247,9 +250,9 @@ def _measured(data: Views) -> pd.DataFrame:
         mean_ms = rows.wall_mean_ms.fillna(mean_ms)
     mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
     achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
-    # Missing on a CPU, and in records of version 0.2.
+    # The reasons are missing on a CPU, and in records of version 0.2.
     reasons = rows.get("clock_reasons", pd.Series(None, rows.index)).astype("str")
-    # Reference times use the same run's rates.
+    # Records contain times at the rates that the run measured; the view uses the GPU's best rates over all runs.
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
     memory_traffic_ms = rows.memory_traffic_ms * rows["copy"] / rows.copy_tb_per_s
@@ -287,13 +290,13 @@ def _with_number(words: pd.Series, between: str, numbers: pd.Series) -> pd.Serie
 
 
 def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """Return each case's row of ``others``, aligned with ``rows``; cases without one get missing values."""
+    """For each row, return the row of ``others`` for the same case, with missing values if there is none."""
     found = rows[CASE].merge(others, on=CASE, how="left", validate="many_to_one")
     return found.set_axis(rows.index)
 
 
 def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
-    """Return the wall-time speedups of ``rows`` over ``others``; those within the noise are missing."""
+    """Return the wall-time speedups of ``rows`` over ``others``; speedups within the noise are missing."""
     waits = rows.launch_bound | others.launch_bound.eq(True)
     speedup = (others.wall_ms / rows.wall_ms).mask(waits, others.wall_min_ms / rows.wall_min_ms)
     is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
@@ -315,10 +318,11 @@ def timed(data: Views, names: list[str]) -> pd.DataFrame:
 def speedups(data: Views) -> pd.DataFrame:
     """Return one row per case and optimization: its printed ``speedup`` over the preceding optimization.
 
-    FP8 is compared with bf16 moments. The rows ``all`` and ``all_wall`` give bf16 moments' speedups over fp32 in
-    GPU time and in wall time; the latter is missing if the interquartile range of fp32's step times exceeds 3%.
-    In the row ``all``, ``product_error`` is the relative difference between its speedup and the product of the
-    case's printed GPU-time speedups. ``column`` names the size and the tokens per step: "small, 2,048".
+    FP8 is compared with bf16 moments. The rows ``all`` and ``all_wall`` give the speedup of the step with bf16
+    moments over the fp32 step, in GPU time and in wall time; the speedup in wall time is missing if the
+    interquartile range of the fp32 step times exceeds 3%. In the row ``all``, ``product_error`` is the relative
+    difference between the speedup and the product of the case's printed GPU-time speedups. ``column`` names the
+    size and the tokens per step: "small, 2,048".
     """
     single = timed(data, [*LADDER_OPTIMIZATIONS[1:], "fp8"])
     fp32 = _same_case(data["steps"], timed(data, [FIRST]))
@@ -349,9 +353,9 @@ def ablations(data: Views) -> pd.DataFrame:
 
     * ``slowdown_ratio``: the GPU time without the optimization divided by the GPU time with it (wall times for the
       CUDA graph); missing if the difference is too small to be conclusive.
-    * ``repeat_ratio``: the longer GPU time divided by the shorter one, for a step that one process measured twice:
-      removing bf16 weights gives the CUDA graph's step again, and removing bf16 moments gives the step with bf16
-      weights again. ``power_limited`` is true if both measurements were power-limited.
+    * ``repeat_ratio``: the longer GPU time divided by the shorter one, for a step that one process measured twice.
+      (Removing bf16 weights gives the step with the CUDA graph again, and removing bf16 moments gives the step
+      with bf16 weights again.) ``power_limited`` is true if both measurements were power-limited.
     """
     rows = timed(data, [*WITHOUT])
     left_out = rows.optimization.map(dict(zip(WITHOUT, ABLATABLE)))
@@ -414,11 +418,13 @@ def baselines(data: Views) -> pd.DataFrame:
 
     * ``fastest_without_mask``: true for the fastest variant without an explicit attention mask; our model doesn't
       use one either.
-    * ``speedup``: our fastest step's speedup over Llama's, in wall time; ``low_precision_speedup``: our fastest
-      step's speedup over our step with PyTorch's AdamW, in GPU time.
-    * ``gpu_ratio``, ``attention_ratio``: Llama's GPU time and its attention's GPU time, divided by those of our
-      step with PyTorch's AdamW; ``substituted_ratio``: ``gpu_ratio`` after substituting our attention time.
-    * ``same_kernels``: both run attention kernels with the same names; ``cudnn_attention``: Llama's are cuDNN's.
+    * ``speedup``: the speedup of our fastest step over Llama, in wall time; ``low_precision_speedup``: the speedup
+      of our fastest step over our step with PyTorch's AdamW, in GPU time.
+    * ``gpu_ratio``, ``attention_ratio``: the GPU times of Llama's step and of its attention, divided by the same
+      times of our step with PyTorch's AdamW; ``substituted_ratio``: ``gpu_ratio`` if Llama's attention took as
+      long as ours.
+    * ``same_kernels``: both models run attention kernels with the same names; ``cudnn_attention``: Llama's
+      attention kernels are from cuDNN.
     """
     attention = _attention(data)
     names = [name for name in NAMES if name.startswith("hugging_face")]
@@ -492,8 +498,9 @@ def fp8(data: Views) -> pd.DataFrame:
 def loss_curves(data: Views) -> pd.DataFrame:
     """Return one row per training step for each optimization and seed.
 
-    ``baseline`` is the optimization trained with several seeds (fp32 or bf16 moments). ``smooth_nats`` is the
-    mean of the last ten losses, and ``shift_nats`` is its difference from the baseline's with the first seed.
+    ``baseline`` is the optimization that is trained with several seeds (fp32 or bf16 moments). ``smooth_nats`` is
+    the mean of the last ten losses. ``shift_nats`` is ``smooth_nats`` minus its value in the baseline's training
+    run with the first seed.
     """
     curves = data.table("ladder.curves").rename(columns={"loss": "loss_nats"})
     curves = curves.sort_values("step", kind="stable")
@@ -516,7 +523,7 @@ def loss_curves(data: Views) -> pd.DataFrame:
     studies=["ladder"],
 )
 def training(data: Views) -> pd.DataFrame:
-    """Return one row per pair of trainings on the same text: the distance between their smoothed losses.
+    """Return one row per pair of training runs on the same text: the distance between their smoothed losses.
 
     ``mean_nats`` is the mean distance over all ``steps``, and ``final_nats`` over the last 50. ``kind`` is one of:
 
@@ -538,7 +545,7 @@ def training(data: Views) -> pd.DataFrame:
 
 
 def _pairs(losses: pd.DataFrame, baseline: str) -> list[tuple[str, tuple]]:
-    """Return the pairs to compare, each with its kind and its two columns (optimization, seed)."""
+    """Return the pairs to compare: each has a kind, and two columns of ``losses`` (optimization, seed)."""
     seeds = [column for column in losses if column[0] == baseline]
     others = [column for column in losses if column[0] != baseline and column[1] == seeds[0][1]]
     order = [*NAMES]

@@ -25,13 +25,14 @@ SQUARES = ("attention.scores", "attention.value")
 # AdamW's FLOPs per parameter, counting a square root or a division as one: 3 for the first moment, 4 for the
 # second moment, and 7 for the weight.
 ADAMW_FLOPS = 14
-# Numbers read or written between matmuls, per token and layer, as multiples of d_model and d_ff. Forward: 4 for
-# each of the two residuals and norms, 4 for RoPE, 3 for SwiGLU. Backward: 6 and 5 for residuals and norms (sums of
-# three and two gradients), 4 for RoPE, 5 for SwiGLU. STREAMED_FLOPS counts the operations on these numbers, with
-# an exponential or a division as one.
+# Numbers that are read or written between matmuls, per token and layer, as multiples of d_model and d_ff. Forward:
+# 4 for each of the two pairs of residual and norm, 4 for RoPE, 3 for SwiGLU. Backward: 6 and 5 for the two pairs
+# (which add three and two gradients), 4 for RoPE, 5 for SwiGLU. STREAMED_FLOPS counts the operations on these
+# numbers; an exponential or a division counts as one.
 STREAMED = (27, 8)
 STREAMED_FLOPS = (45, 16)
-# The same for naive attention's T x T matrices: scale, mask and softmax, 2 in forward and 3 in backward.
+# The same counts per element of naive attention's T x T matrices, for scale, mask and softmax: 2 numbers in
+# forward and 3 in backward.
 SQUARE = 5
 SQUARE_FLOPS = 12
 
@@ -107,11 +108,11 @@ def parts(data: Views) -> pd.DataFrame:
     "between kernels" is the wall time minus the kernel time; it is negative if the profiled step's kernels took
     longer than the median timed step.
 
-    * ``reference_ms``: the time of matmul and attention FLOPs (on and below the diagonal) at the large bf16
-      matmul's rate, and of AdamW's bytes at the copy's rate; 0 for all other parts, missing with FP8. ``over_ms``
-      is ``ms - reference_ms``.
-    * ``sustained_ms``: the time of ``flops`` at the sustained rate; ``memory_traffic_ms``: the time of ``bytes``
-      at the copy's rate.
+    * ``reference_ms``: for matmuls and attention, the time that their FLOPs (of attention, on and below the
+      diagonal) take at the rate of a large bf16 matmul; for AdamW, the time to move its bytes at the copy's rate;
+      0 for all other parts, and missing with FP8. ``over_ms`` is ``ms - reference_ms``.
+    * ``sustained_ms``: the time that ``flops`` take at the sustained rate; ``memory_traffic_ms``: the time to move
+      ``bytes`` at the copy's rate.
     * ``tflops``, ``tb_per_s``: achieved rates.
     """
     rows = _milliseconds(data)
@@ -199,11 +200,11 @@ def roofline(data: Views) -> pd.DataFrame:
     Intermediate steps are omitted, because they mix numbers of two widths. Each byte that must be read or written
     counts once:
 
-    * matmuls: :func:`matmul_bytes`, including naive attention's in fp32;
+    * matmuls: :func:`matmul_bytes`, in fp32 including the matmuls of naive attention;
     * fused attention: :func:`attention_bytes`;
     * AdamW: 28 bytes per parameter, 20 with bf16 moments;
-    * between matmuls: :data:`STREAMED` and :data:`SQUARE`, for norms, RoPE, SwiGLU and residuals, although this
-      part's time includes all remaining kernels.
+    * between matmuls: :data:`STREAMED` and :data:`SQUARE`, which count only norms, RoPE, SwiGLU, residuals and
+      naive softmax, although the time of this part includes all remaining kernels.
 
     ``intensity`` is FLOPs per byte.
     """
@@ -251,7 +252,7 @@ def _work(step: pd.Series) -> pd.DataFrame:
 
 
 def _per_layer(config: StepConfig, numbers: tuple[int, int]) -> int:
-    """Return a layer's total over all tokens, given multiples of d_model and d_ff per token."""
+    """Return a layer's total over all tokens; ``numbers`` gives multiples of d_model and d_ff per token."""
     of_model, of_ff = numbers
     tokens = config.batch_size * config.context_length
     per_token = of_model * config.d_model + of_ff * config.d_ff

@@ -1,4 +1,4 @@
-"""Define the memory study's views: what memory peaks contain, which code allocated it, what checkpoints save."""
+"""Define the memory study's views: contents of memory peaks, code that allocates memory, and checkpoints."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ STEP = [*CONFIG]
 KIND_COLUMNS = [column(kind) for kind in KINDS]
 STAGES = ["forward", "loss", "backward", "optimizer"]
 PREDICTED_CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
-# Memory in bytes that a block's operations save for backward in fp32 with naive attention. The letters come from
-# :func:`stepscope.model.accounting.terms`. A tensor saved by several operations counts for the first one.
+# Bytes that each operation of a block saves for backward, in fp32 with naive attention. The letters are defined in
+# :func:`stepscope.model.accounting.terms`. A tensor that several operations save counts for the first of them.
 OPERATION_FORMULAS = {
     "second multiplication of SwiGLU (by up_proj's output)": "8G",
     "attention weights @ v": "4S + 4X",
@@ -95,7 +95,7 @@ def peaks(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def peak_kinds(data: Views) -> pd.DataFrame:
-    """Return one row per peak and kind of tensor: that kind's memory in GiB; the kind "all" is the peak itself."""
+    """Return one row per peak and kind of tensor: the memory in GiB; the kind "all" is the complete peak."""
     frame = data["peaks"]
     stage = frame["phase"].where(frame["mode"] != "forward", frame["phase"] + " alone")
     names = dict(zip(KIND_COLUMNS, KINDS)) | {"peak_gib": "all"}
@@ -112,8 +112,8 @@ def peak_kinds(data: Views) -> pd.DataFrame:
 def stage_peaks(data: Views) -> pd.DataFrame:
     """Return one row per configuration and mode that fits: each stage's peak, and details of the overall peak.
 
-    The details are the stage in which it occurs, the memory added by the allocator's rounding, and the reserved
-    memory.
+    The details are the stage in which the overall peak occurs, the memory that the allocator's rounding adds, and
+    the reserved memory.
     """
     frame = data["peaks"]
     frame = frame[frame["status"] == "ok"]
@@ -145,9 +145,9 @@ def timeline(data: Views) -> pd.DataFrame:
 def allocations(data: Views) -> pd.DataFrame:
     """Return one row per group of equal tensors allocated by the same line of code.
 
-    The groups are "allocated in forward" (the largest groups), "saved by a block" or "gradients of a block" (all
-    groups). ``sum_share`` is the group's share of all tensors that a block saves, or of its gradients; it is
-    missing for forward, because forward's small groups aren't recorded.
+    ``what`` is "allocated in forward" (only the largest groups are recorded), "saved by a block" or "gradients of
+    a block" (all groups are recorded). ``sum_share`` is the group's share of all tensors that a block saves, or of
+    its gradients; it is missing for forward, because forward's small groups aren't recorded.
     """
     frame = data.table("memory.allocations")
     together_mib = frame["mib"] * frame["count"]
@@ -174,10 +174,9 @@ def allocations(data: Views) -> pd.DataFrame:
 def block_memory(data: Views) -> pd.DataFrame:
     """Return one row per configuration: the memory that a block saves for backward, and its gradients' memory.
 
-    ``five_lines_share`` is the five largest groups' share of the saved memory; ``formula_...`` is computed from
-    dimensions (:mod:`stepscope.model.accounting`); ``saved_ratio`` is saved memory divided by gradient memory.
-    ``residual_mib`` is the size of one fp32 residual stream tensor, 4 B T C bytes; ``scores_mib`` is the size of
-    one fp32 T x T matrix per head and sequence, 4 B H T T bytes.
+    ``formula_...`` is computed from the dimensions (:mod:`stepscope.model.accounting`); ``saved_ratio`` is the
+    saved memory divided by the gradients' memory. ``residual_mib`` is the size of one fp32 residual stream tensor,
+    4 B T C bytes; ``scores_mib`` is the size of one fp32 T x T matrix per head and sequence, 4 B H T T bytes.
     """
     groups = data["allocations"]
     saved = groups[groups["what"] == "saved by a block"]
@@ -201,11 +200,11 @@ def block_memory(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_operations(data: Views) -> pd.DataFrame:
-    """Return one row per operation and fp32 configuration with naive attention: memory saved for backward.
+    """Return one row per operation and fp32 configuration with naive attention: the memory saved for backward.
 
-    :data:`OPERATION_FORMULAS` predicts the memory; the view adds its share of all that the block saves, and its
-    rank by size. Records can't provide this, because they include only the line of code that saved a tensor, and
-    a line can contain several operations.
+    :data:`OPERATION_FORMULAS` predicts the memory; the view adds its share of all memory that the block saves, and
+    its rank by size. Records don't contain the memory by operation, because they name only the line of code that
+    saved a tensor, and a line can contain several operations.
     """
     blocks = data["block_memory"]
     is_covered = (blocks["precision"] == "fp32") & (blocks["attention"] == "naive")
@@ -241,7 +240,7 @@ def _block_by_formula(config: StepConfig) -> dict[str, float]:
 def _by_formula(
     frame: pd.DataFrame, compute: Callable[[StepConfig], dict[str, float]], columns: list[str]
 ) -> pd.DataFrame:
-    """Return columns computed from each row's configuration; rows with unnamed sizes get missing values."""
+    """Compute columns from each row's configuration; the values are missing for rows with an unnamed size."""
     named = frame[frame["size"].isin([*SIZES])]
     computed = pd.DataFrame([compute(config) for config in _configs(named)], named.index, columns)
     return computed.reindex(frame.index)
@@ -286,11 +285,11 @@ def checkpoints(data: Views) -> pd.DataFrame:
     ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpointing. ``beyond_state_gib`` is
     the peak minus the state (weights and gradients).
 
-    ``best_group`` is the number of blocks per checkpoint, k (a real number), that minimizes the sum of N/k inputs
-    (``input_mib`` each) and k blocks' saved memory (``block_saved_mib`` each): k = sqrt(N x input / saved).
+    ``best_group`` is the number of blocks per checkpoint, k (a real number), that minimizes the memory for N/k
+    inputs (``input_mib`` each) and for what k blocks save (``block_saved_mib`` each): k = sqrt(N x input / saved).
     ``added_gib`` is the memory that each block after a checkpoint's first block adds to the peak. By formula, it
-    is the memory that a block saves minus its gradients, because the peak occurs when backward reaches the first
-    checkpoint, by which time all later blocks' gradients are allocated.
+    is the memory that a block saves minus its gradients' memory, because the peak occurs when backward reaches the
+    first checkpoint, and by then the gradients of all later blocks are allocated.
     """
     frame = data.table("memory.checkpoints")
     frame = frame.rename(columns={"expected_saved_gib": "formula_saved_gib"})
@@ -424,10 +423,10 @@ def _have(frame: pd.DataFrame, values: dict) -> pd.Series:
 def predictions(data: Views) -> pd.DataFrame:
     """Return one row per handout size, context length and precision: the predicted peak of the full step.
 
-    The step is the assignment's (naive attention, PyTorch's default AdamW). ``state_gib`` is the memory for
-    weights, gradients and AdamW's two moments in fp32, 16 bytes per parameter. ``growing_share`` is the share that
-    grows with the context length: saved tensors, and temporaries if they come from activations, not from AdamW.
-    ``runs_out`` is true if the step was measured and ran out of memory.
+    The step is the one in the assignment: naive attention and PyTorch's default AdamW. ``state_gib`` is the memory
+    for weights, gradients and AdamW's two moments in fp32, 16 bytes per parameter. ``growing_share`` is the share
+    that grows with the context length: saved tensors, and temporaries unless they belong to AdamW. ``runs_out`` is
+    true if the step was measured and ran out of memory.
     """
     steps = [
         written_step(size, context_length=context, precision=precision)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Define mixed_precision's views, which compare steps in TF32, bf16 and fp16 with fp32, and number formats.
+"""Define mixed_precision's views: steps in TF32, bf16 and fp16 compared with fp32, and tests of number formats.
 
 One process measured all of a configuration's precisions. bf16 and fp16 use autocast over fp32 weights.
 """
@@ -26,7 +26,7 @@ PARTS = {
 # fp16's range: smaller values round to zero, and larger ones round to infinity.
 FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
 NORM_FEATURES = 1024  # number of LayerNorm's inputs
-FINAL = 4  # the final part of a training is its last quarter
+FINAL = 4  # the final part of a training run is its last quarter
 
 
 # -- how much faster ------------------------------------------------------------------------------------------
@@ -56,11 +56,11 @@ FINAL = 4  # the final part of a training is its last quarter
 def precision_gains(data: Views) -> pd.DataFrame:
     """Return one row per configuration, precision below fp32 and mode, compared with fp32 in the same process.
 
-    ``gpu_speedup`` is fp32's GPU time divided by this precision's, and ``peak_ratio`` is this precision's peak
-    memory divided by fp32's. ``matmul_share`` is the matmuls' share of fp32's kernel time. ``matmul_speedup`` and
-    ``other_speedup`` are fp32's time divided by this precision's, for matmuls and for non-matmul kernels;
-    ``other_ratio`` is the inverse of ``other_speedup``. ``cast_share`` is the casts' share of this precision's
-    kernel time.
+    ``gpu_speedup`` is the GPU time in fp32 divided by the GPU time in this precision; ``matmul_speedup`` and
+    ``other_speedup`` are the same ratio for matmuls and for non-matmul kernels, and ``other_ratio`` is the inverse
+    of ``other_speedup``. ``peak_ratio`` is the peak memory in this precision divided by the peak in fp32.
+    ``matmul_share`` is the share of matmuls in the kernel time in fp32, and ``cast_share`` is the share of casts
+    in the kernel time in this precision.
     """
     times = data.table("mixed_precision.times")
     times = times[times["phase"] == "total"]
@@ -103,7 +103,7 @@ def precision_kernels(data: Views) -> pd.DataFrame:
 
 
 def _is_launch_bound(times: pd.DataFrame) -> pd.Series:
-    """Return a mask of launch-bound rows, which excludes CPU rows (those without peak memory)."""
+    """Return a mask of launch-bound rows; rows without peak memory, which ran on a CPU, are never launch-bound."""
     on_gpu = times.groupby(CASE)["peak_gib"].transform("max").notna()
     return launch_bound_rows(times) & on_gpu
 
@@ -122,7 +122,9 @@ def _kernel_times(data: Views) -> pd.DataFrame:
 
 
 def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the cases below fp32 and, with the same index, each one's fp32 row; omit cases without one.
+    """Return the rows of precisions below fp32, and with the same index, the fp32 row of each row's case.
+
+    Cases that were not measured in fp32 are omitted.
 
     Args:
         table: a table indexed by CASE.
@@ -142,10 +144,10 @@ def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     studies=["mixed_precision"],
 )
 def precision_times(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and precision: wall times as text, "21.4 (16.2 to 22.3), at best 13.5".
+    """Return one row per configuration and precision: wall times as text, such as "21.4 (16.2 to 22.3)".
 
-    The text gives the median, the quartiles and, if a part is launch-bound, the fastest time. ``steps``, tokens/s
-    and memory describe the full step.
+    The text gives the median and the quartiles in ms, and for a launch-bound part also the fastest time ("at best
+    13.5"). ``steps``, tokens/s and memory describe the full step.
     """
     keys = [*KEY, "precision"]
     times = data.table("mixed_precision.times")
@@ -158,7 +160,7 @@ def precision_times(data: Views) -> pd.DataFrame:
 
 
 def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the precision's name; sort rows by size and the other dimensions, precision and mode."""
+    """Add the precision's name; sort rows by size, context length and batch size, then by precision and mode."""
     rank = {precision: place for place, precision in enumerate(PRECISION_NAMES)}
     keys = ["rank", "mode"] if "mode" in rows else ["rank"]
     ranked = rows.assign(name=rows["precision"].map(PRECISION_NAMES), rank=rows["precision"].map(rank))
@@ -184,7 +186,7 @@ def _numbers(data: Views, experiment: str) -> pd.DataFrame:
 
 
 def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
-    """Return an experiment's values with one column per quantity, keeping the order of the rows."""
+    """Return an experiment's values with one column per quantity, and keep the order of the rows."""
     rows = _numbers(data, experiment)
     table = rows.pivot(index=keys, columns="quantity", values="value")
     made = pd.MultiIndex.from_frame(rows[keys].drop_duplicates())
@@ -197,9 +199,10 @@ def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def repeated_sums(data: Views) -> pd.DataFrame:
-    """Return one row per method of adding 0.01 a thousand times: the ``result``, and two sources of its error.
+    """Return one row per method of adding 0.01 a thousand times: the ``result``, and two parts of its error.
 
-    The error (the distance from 10) comes partly from ``storing`` 0.01 and partly from ``adding``.
+    The error is the distance from 10. ``storing`` is the part due to rounding 0.01 when it is stored, and
+    ``adding`` is the part due to rounding the sums.
     """
     rows = _by_quantity(data, "sums", [*KEY, "case"])
     return rows.assign(
@@ -242,8 +245,8 @@ def layer_norm(data: Views) -> pd.DataFrame:
 def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
     """Return the expected share of values outside fp16's range, for mean and squares (NaN for other parts).
 
-    The mean of n inputs has their standard deviation divided by √n. An input's square is outside the range if the
-    input's magnitude is outside the range of square roots.
+    The mean of n inputs has the standard deviation of one input divided by √n. An input's square is outside the
+    range if the magnitude of the input is outside the range's square roots.
     """
     of_mean = rows["scale"] / math.sqrt(NORM_FEATURES)
     by_mean = _outside(FP16_MIN / of_mean, FP16_MAX / of_mean)
@@ -277,8 +280,8 @@ def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
 def layer_norm_parts(data: Views) -> pd.DataFrame:
     """Return one row per part of LayerNorm: the input scales at which fp16 and bf16 lose values, and their errors.
 
-    The scales are formatted as text ("0.1 and less, 100 and more"; ``..._loses_below`` is "0.1"). The errors are
-    those at scale 1.
+    The scales are text: ``..._loses`` is, for example, "0.1 and less, 100 and more", and ``..._loses_below`` is
+    then "0.1". The errors are measured at scale 1.
     """
     rows = data["layer_norm"]
     keys = [*KEY, "part"]
@@ -310,7 +313,7 @@ def _ends(below: pd.Series, above: pd.Series) -> list[str]:
     studies=["mixed_precision"],
 )
 def rounded_gradients(data: Views) -> pd.DataFrame:
-    """Return one row per precision: the first step's gradients, compared with fp32's.
+    """Return one row per precision: the gradients of the first step, compared with the gradients in fp32.
 
     "fp16, unscaled" is fp16 without loss scaling. ``zero_share`` is the share of elements that are 0 only in
     this precision; ``norm_error`` and ``loss_error`` are the relative errors of the gradient norm and the loss.
@@ -326,10 +329,10 @@ def rounded_gradients(data: Views) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def precision_training(data: Views) -> pd.DataFrame:
-    """Return one row per training on the same text: its loss's distance from that of fp32 with the first seed.
+    """Return one row per training run on the same text: how far its loss is from the loss of the reference run.
 
-    ``final_nats`` is the mean distance over the last quarter of the steps. ``kind`` is "precision" (another
-    precision with the first seed) or "seed" (fp32 with another seed).
+    The reference is fp32 with the first seed. ``final_nats`` is the mean distance over the last quarter of the
+    steps. ``kind`` is "precision" (another precision with the first seed) or "seed" (fp32 with another seed).
     """
     rows = _numbers(data, "training")
     losses = rows.pivot(index=[*KEY, "at"], columns="case", values="value")

@@ -19,12 +19,12 @@ from stepscope.views import Views, view
 
 KEY = [*CONFIG]
 TOTAL = "total"
-SCORE_FLOPS = 5  # softmax's FLOPs per score: max, subtract, exponentiate, sum, divide
-# Softmax's reads and writes per score: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
+SCORE_FLOPS = 5  # FLOPs of softmax per score: max, subtract, exponentiate, sum, divide
+# Reads and writes of softmax per score: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
 SCORE_PASSES = 8
-# Studies that measured the same step with torch.profiler in another process, for comparison.
+# Studies that profile the same steps with torch.profiler in another process, for comparison.
 IN_PROCESS = ("benchmark", "mixed_precision")
-# Parts of a matmul kernel's name that don't distinguish it from similar kernels: types, stages, and words.
+# Parts of a matmul kernel's name that readable() omits: types, the number of stages, and filler words.
 _COMMON = re.compile(
     r"(?<=_gemm_)(?:[a-z]*\d\d)+_\w+?_(?=[nt]{2}_)|_n(?=_tilesize)|(?<=_)tilesize|_stage\d+|warpsize"
 )
@@ -34,8 +34,8 @@ _COMMON = re.compile(
 def profile_runs(data: Views) -> pd.DataFrame:
     """Return one row per configuration: the ``tool`` that recorded its profiles, and a check of our sums.
 
-    ``same_as_nsys`` is true if our sum over all operations matches the sum in the tool's own reports to the
-    nanosecond; it is missing without such reports.
+    ``same_as_nsys`` is true if our sum of the times of all operations equals the sum in the tool's own reports to
+    the nanosecond; it is missing if the tool makes no reports.
     """
     results = data.table("nsys.results")
     if "nsys_ns" not in results:  # runs without nsys lack this column
@@ -75,16 +75,16 @@ def profile_runs(data: Views) -> pd.DataFrame:
 def profile_times(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode and phase: the median times of unprofiled and profiled passes.
 
-    Unprofiled passes are timed only in total: we report the median ``wall_ms`` and quartiles, the CPU's
-    ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` lasts from the NVTX range's push
-    to its pop, ``projected_ms`` lasts from the start of the range's first operation to the end of its last
+    Unprofiled passes are timed only in total. Their columns are the median ``wall_ms`` and its quartiles, the CPU
+    time ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` lasts from the NVTX range's
+    push to its pop, ``projected_ms`` lasts from the start of the range's first operation to the end of its last
     operation, and ``gpu_ms`` is the time in which at least one operation runs. ``named_operations`` counts one
     pass's operations in the tables by kernel; a profile is ``conserved`` if each profiled pass runs exactly this
     number of operations.
 
-    ``projected_ratio`` is projected_ms / wall_ms, ``projected_error`` is its distance from 1, and ``single_error``
-    is a single profiled pass's largest distance from 1. A pass is ``slowed`` if the GPU has gaps only under
-    the profiler: wall_ms is less than 95% of projected_ms (LAUNCH_BOUND).
+    ``projected_ratio`` is projected_ms / wall_ms, and ``projected_error`` is the distance of this ratio from 1.
+    ``single_error`` is the largest such distance for a single profiled pass. A pass is ``slowed`` if wall_ms is
+    less than 95% of projected_ms (LAUNCH_BOUND), which means that the profiler adds gaps between kernels.
     """
     keys = [*KEY, "mode", "phase"]
     clocks = data.table("nsys.times")
@@ -108,7 +108,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
 
 def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Return the medians of the profiled passes' times in ms, and their extremes."""
+    """Return the median times of the profiled passes in ms, and the extremes of times and operation counts."""
     passes = clocks[clocks["profiled"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
     operations = passes["operations"]
@@ -162,7 +162,7 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
 def profiler_agreement(data: Views) -> pd.DataFrame:
     """Return one row for each profile and phase, and each run of another study that used torch.profiler.
 
-    ``gpu_error`` is the difference between the two GPU times, relative to the other study's time.
+    ``gpu_error`` is the difference between the GPU times of the two studies, relative to the other study's time.
     """
     keys = [*KEY, "mode", "phase"]
     ours = data["profile_times"][[*keys, "gpu_ms"]]
@@ -210,10 +210,10 @@ def _in_process(data: Views, study: str) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_kernels(data: Views) -> pd.DataFrame:
-    """Return one row per profile and kernel: GPU time in one pass, share of all operations' time, and ``place``.
+    """Return one row per profile and kernel: its GPU time in one pass, its share of the total, and ``place``.
 
-    ``place`` is 1 for the kernel with the most time. A model of ``blocks`` Transformer blocks launches a kernel
-    ``per_block`` times in each block, and ``beyond_blocks`` times outside the blocks.
+    ``place`` is 1 for the kernel that takes the most time. A model of ``blocks`` Transformer blocks launches a
+    kernel ``per_block`` times in each block, and ``beyond_blocks`` times outside the blocks.
     """
     keys = [*KEY, "mode"]
     operations = (
@@ -254,7 +254,7 @@ def region_kernels(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "mode", "region"], columns=["column", "gpu_ms", "share"], studies=["nsys"])
 def model_parts(data: Views) -> pd.DataFrame:
-    """Return one row per profile and part of the model: its operations' GPU time and share of the total."""
+    """Return one row per profile and part of the model: its GPU time, and its share of the total GPU time."""
     keys = [*KEY, "mode"]
     rows = _operations(data).groupby([*keys, "column", "region"], sort=False)["gpu_ms"].sum().reset_index()
     rows["share"] = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
@@ -267,10 +267,11 @@ def model_parts(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_categories(data: Views) -> pd.DataFrame:
-    """Return one row per profile, phase ("total" for all) and kernel category: GPU time and its share.
+    """Return one row per profile, phase ("total" for all phases) and kernel category: its GPU time and share.
 
-    The share is relative to the complete profile. ``other_place`` ranks a phase's non-matmul categories by time,
-    starting with 1 for the longest. Attention's softmax is a separate category that includes all of its kernels.
+    The share is relative to the GPU time of the complete profile. ``other_place`` ranks a phase's non-matmul
+    categories by time, starting with 1 for the longest. Attention's softmax is a separate category that includes
+    all of its kernels.
     """
     keys = [*KEY, "mode", "phase"]
     groups = _and_total(_operations(data)).groupby([*keys, "column", "kernel_category"], sort=False)
@@ -285,8 +286,8 @@ def profile_categories(data: Views) -> pd.DataFrame:
 def _operations(data: Views) -> pd.DataFrame:
     """Return one pass's operations in each profile, by region and kernel.
 
-    ``of_name`` is the category according to the kernel's name; ``kernel_category`` is the same, except that
-    attention's softmax is a separate category. ``column`` names the size and mode.
+    ``of_name`` is the category that follows from the kernel's name; ``kernel_category`` differs only for
+    attention's softmax, which is a separate category. ``column`` names the size and mode.
     """
     rows = data.table("nsys.operations").rename(columns={"kernel_category": "of_name"})
     category = detailed_category(rows.assign(kernel_category=rows["of_name"]))
@@ -354,8 +355,9 @@ def profiled_attention(data: Views) -> pd.DataFrame:
 
     Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
     d_model per layer; ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer. ``time_share`` and
-    ``flops_share`` compare softmax with both matmuls. A layer's scores take ``matrix_bytes`` in fp32; softmax
-    moves ``softmax_bytes`` in all layers together, eight times ``matrix_bytes`` per layer.
+    ``flops_share`` are the time and the FLOPs of softmax, divided by the time and the FLOPs of both matmuls. The
+    scores of a layer take ``matrix_bytes`` in fp32. Softmax moves eight times this amount in each layer, which
+    adds up to ``softmax_bytes`` over all layers.
     """
     rows = _attention_times(data)
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index").reindex(rows["size"]).set_axis(rows.index)
@@ -404,8 +406,8 @@ def _attention_times(data: Views) -> pd.DataFrame:
 def attention_at_peak_rates(data: Views) -> pd.DataFrame:
     """Return one row per configuration and GPU: the times that attention would take at peak rates.
 
-    ``copy_ms`` is the time to move softmax's bytes at a large copy's rate; ``matmul_ms`` is the time of both
-    matmuls at a large fp32 matmul's rate.
+    ``copy_ms`` is the time to move the bytes of softmax at the rate of a large copy; ``matmul_ms`` is the time of
+    both matmuls at the rate of a large fp32 matmul.
     """
     rows = data["profiled_attention"].merge(data["rates"], how="cross")
     copy_ms = rows["softmax_bytes"] / rows["copy_tb_per_s"] / 1e9
@@ -439,7 +441,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
     """Return one row per configuration that answers the assignment's questions (a) to (e).
 
     (b) The ``kernel`` with the most time in forward, its launches and share; ``stays_first`` is true if it also
-    takes the most time in forward + backward, where ``both_kernel`` is first.
+    takes the most time in forward + backward. ``both_kernel`` is the kernel that does.
     (c) The largest non-matmul category in forward.
     (d) ``matmul_ratio`` is the matmuls' time in a full step divided by their time in forward.
     """
@@ -462,7 +464,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
 
 
 def _by_category(data: Views) -> pd.DataFrame:
-    """Return each configuration's matmul time and share in forward and the step, and forward's next category."""
+    """Return each configuration's matmul times and shares, and the largest other category in forward."""
     categories = data["profile_categories"].query("phase == 'total'").set_index(KEY)
     matmul = categories[categories["kernel_category"] == MATMUL]
     found = {}
@@ -491,7 +493,7 @@ def launch_timeline(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "mode"], columns=["busy"], studies=["nsys"])
 def launch_timeline_busy(data: Views) -> pd.DataFrame:
-    """Return one row per window with the share of its first millisecond in which an operation runs."""
+    """Return one row per window: the share of its first millisecond in which an operation runs."""
     groups = data["launch_timeline"].groupby([*KEY, "mode"], sort=False)
     busy = {key: busy_share(rows) for key, rows in groups}
     index = pd.MultiIndex.from_tuples(busy, names=[*KEY, "mode"])

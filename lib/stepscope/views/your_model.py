@@ -1,4 +1,4 @@
-"""Views of the study of your own model: its optimizations, and the modules of its last eager step."""
+"""Define the your_model study's views: the optimizations of a user's model, and its time by module."""
 
 import math
 
@@ -10,7 +10,8 @@ from stepscope.views import Views, view
 from stepscope.views.ladder import NAMES
 
 OTHER_NAMES = {"fp32": "fp32", "channels_last": "channels last", "compiled_model": "compiled model"}
-# Columns that the ladder's figure draws: its references don't exist for any model.
+# Columns that the ladder's figure needs. They are missing here, because we have no reference times for a user's
+# model.
 DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 
 
@@ -33,5 +34,5 @@ def model_steps(data: Views) -> pd.DataFrame:
     studies=["your_model"],
 )
 def model_modules(data: Views) -> pd.DataFrame:
-    """Return the GPU time of each module of the last eager step; on a CPU, that of its operators."""
+    """Return one row per module: its GPU time in the last eager step, or on a CPU, the time of its operators."""
     return data.table("your_model.modules")

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from stepscope.config import Dimension, Length, RunConfig, Steps
 
-# Naive attention, the same compiled, the backends of scaled_dot_product_attention (SDPA), and FlexAttention.
+# Naive attention uncompiled and compiled, the backends of scaled_dot_product_attention (SDPA), and FlexAttention.
 Implementation = Literal["naive", "compiled", "flash", "efficient", "cudnn", "math", "flex"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 COMPILED = ("compiled", "flex")
@@ -21,8 +21,8 @@ TOLERANCE = {"fp32": 2e-5, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 class Config(RunConfig):
     """Causal attention without projections, with one head of ``d_model`` dimensions, in one precision.
 
-    ``timed_steps`` counts passes, each a forward and its backward. ``context_length`` is the longest of
-    ``context_lengths``.
+    ``timed_steps`` is the number of timed passes, each of which is a forward and its backward. ``context_length``
+    is the longest of ``context_lengths``.
     """
 
     study: Literal["attention"] = "attention"
@@ -39,7 +39,8 @@ class Config(RunConfig):
         min_length=1,
         max_length=7,
     )
-    # Slow cases (implementation and context length) are timed for fewer passes, but for at least min_passes.
+    # Limits the time per case (implementation and context length); at least min_passes are timed even in slow
+    # cases.
     max_seconds_per_case: float = Field(0.25, gt=0, le=10**6, allow_inf_nan=False)
     min_passes: Steps = 3
     profiled_passes: int = Field(3, ge=1, le=100)

@@ -12,9 +12,9 @@ from stepscope.studies.attention.tables import LABELS
 
 COLORS = (style.INK, style.ORANGE, style.BLUE, style.GREEN, style.RED, style.PINK, style.AMBER)
 LINE_COLORS = dict(zip(LABELS.values(), COLORS))
-MAX_DECADES = 2.5  # longer axes only have labels at powers of 10, not at 1, 2 and 5
-MIN_TICK_RATIO = 4  # between two labeled context lengths, because closer labels would overlap
-CROSS_STEP = 0.06  # the distance of two crosses, as a share of the axes' height
+MAX_DECADES = 2.5  # axes that span more decades are labeled only at powers of 10, not also at 2 and 5
+MIN_TICK_RATIO = 4  # minimum ratio of neighboring labeled context lengths; closer labels would overlap
+CROSS_STEP = 0.06  # distance between two crosses, as a share of the height of the axes
 METRICS = {"gpu_ms": "GPU time, ms", "wall_ms": "wall time, ms"}
 
 
@@ -26,7 +26,7 @@ def time_and_memory(
     """Draw time and saved memory over the context length, one line per implementation; return None if nothing ran.
 
     Args:
-        passes: the rows of forward and backward together. Cases that ran out of memory become crosses.
+        passes: one row per case, for forward and backward together; cases that ran out of memory become crosses.
         metric: gpu_ms or wall_ms.
     """
     names = passes["implementation"].map(LABELS)
@@ -54,7 +54,7 @@ def time_and_memory(
 
 
 def _message(timed: pd.DataFrame, metric: str) -> str:
-    """Compare the slowest and the fastest implementation, at the longest context length that several ran."""
+    """Compare the slowest and the fastest implementation, at the longest context length that at least two ran."""
     counts = timed.groupby("context_length")["name"].nunique()
     counts = counts.clip(upper=2)
     length = counts.index[counts == counts.max()].max()
@@ -88,7 +88,7 @@ def _tick_label(value: float, position: int) -> str:
 
 
 def _label_lengths(axes: Axes, lengths: list[int]) -> None:
-    """Label the context lengths, except for those too close to a longer labeled one."""
+    """Label the context lengths, except for lengths that are too close to a longer labeled length."""
     labeled = [lengths[-1]]
     for length in reversed(lengths):
         if length * MIN_TICK_RATIO <= labeled[-1]:

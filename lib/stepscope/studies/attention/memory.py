@@ -5,9 +5,9 @@ peak, which is in backward.
 """
 
 # The number of (B, T, T) matrices at the peak. Naive attention keeps the exponentials of the scores and the
-# weights from forward. Backward adds the weights' gradient, and three matrices that softmax's backward computes
-# from it. SDPA's math implementation always computes in fp32. The number for the compiled implementation was
-# measured.
+# attention weights from forward. Backward adds the gradient of the attention weights, and three matrices that the
+# backward of softmax computes from this gradient. SDPA's math implementation always computes in fp32. The number
+# for the compiled implementation was measured.
 SQUARES = {"naive": 6, "compiled": 3, "math": 4}
 MASKED = ("naive", "compiled")  # implementations that keep a (T, T) mask of bool
 # The number of (B, T, d) tensors at the peak: q, k, v, the output's gradient, the gradients computed so far and,
@@ -19,7 +19,7 @@ MATH_HIDDEN_IN_16_BIT = 11  # math also keeps q, k and v in fp32
 PADDED = {"flash": 32, "efficient": 64, "cudnn": 1}
 # FlexAttention's mask has four int32 indices for each block of 128 x 128 pairs of positions.
 PAIRS_PER_FLEX_MASK_BYTE = 1024
-# Bytes for each pair of positions while FlexAttention's mask is created (a bool, and sums in int64).
+# Bytes per pair of positions that creating FlexAttention's mask takes: a bool, and sums in int64.
 MAKING_MASK = 10
 
 
@@ -47,7 +47,7 @@ def peak_parts(
         context_length: T.
         precision: the precision of q, k and v.
     """
-    batch, d, context_length = int(batch), int(d), int(context_length)  # a table's integers would overflow
+    batch, d, context_length = int(batch), int(d), int(context_length)  # NumPy's integers would overflow
     element = element_bytes(precision)
     queries = batch * context_length
     square_elements = batch * context_length**2
@@ -96,7 +96,7 @@ def needed_bytes(
 ) -> int:
     """Return the highest number of bytes in use at any time, including the creation of FlexAttention's mask.
 
-    The arguments are those of :func:`peak_parts`.
+    The arguments are the same as for :func:`peak_parts`.
     """
     batch, d, context_length = int(batch), int(d), int(context_length)
     peak = sum(peak_parts(name, batch, d, context_length, precision).values())

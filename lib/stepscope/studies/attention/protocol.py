@@ -10,10 +10,11 @@ in a process:
 
 1. Run every case once, and compare its output and gradients with float64.
 2. Measure the memory of one pass of each correct case, then time passes for the configured seconds.
-3. Profile a few passes of each case. The fastest pass gives the GPU time.
+3. Profile a few passes of each case, and report the GPU time of the fastest pass.
 4. Check the readings. Impossible readings are measured again, at most twice.
 
-If a case is wrong, unsupported or out of memory, its rows have the reason, and the other cases continue.
+If a case is wrong, unsupported or out of memory, its rows contain the reason, and the other cases are still
+measured.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +39,8 @@ Prepare = Callable[[str, Inputs], Call]
 Check = Callable[[Call, Inputs, list[Tensor]], tuple[dict[str, float], str]]
 
 LONG_MS = 5.0  # longer passes can be power-limited, so their clock has to settle before they are measured
-SETTLING_S = 0.3
-MAX_WARMUP_SHARE = 0.25  # of the configured seconds per case
+SETTLING_S = 0.3  # time until the clock has settled
+MAX_WARMUP_SHARE = 0.25  # maximum share of the configured seconds per case
 MAX_KERNEL_NAME = 160  # characters of a kernel's name in the table
 MIB = 2**20
 
@@ -48,8 +49,9 @@ MIB = 2**20
 class Results:
     """The measurements of all cases.
 
-    cases: one row per implementation, context length and phase. Cases without times have a status and a reason.
-    checks: one row per case that ran, with the relative errors of its output and gradients.
+    Args:
+        cases: one row per implementation, context length and phase. Rows without times have a status and a reason.
+        checks: one row per case that ran, with the relative errors of its output and gradients.
     """
 
     cases: pd.DataFrame
@@ -72,9 +74,9 @@ def measure_passes(
         cases: pairs of implementation and context length, grouped by context length.
         prepare: creates the mask for an implementation and its inputs, and returns the forward pass as a function
             of q, k and v.
-        check: compares this function with float64. Its arguments are the function, the inputs, and the output and
-            the gradients of q, k and v in float64. It returns the errors by quantity, and the reason why the
-            implementation is wrong ("" if it is right). A wrong implementation is never timed.
+        check: compares this function with float64. The arguments of ``check`` are the function, the inputs, and
+            the output and the gradients of q, k and v in float64. It returns the errors by quantity, and the
+            reason why the implementation is wrong ("" if it is correct). A wrong implementation is never timed.
 
     If an error or an interrupt ends the call, the exception's attribute ``results`` has the measurements so far;
     in a notebook, read ``sys.last_value.results``.
@@ -102,11 +104,12 @@ class Protocol:
     device_gib: float
     status: dict[Case, tuple[str, str]] = field(default_factory=dict)
     errors: dict[Case, dict[str, float]] = field(default_factory=dict)
-    requests: dict[Case, dict[str, Any]] = field(default_factory=dict)  # allocations that failed, in GiB
+    requests: dict[Case, dict[str, Any]] = field(default_factory=dict)  # sizes of failed allocations in GiB
     memory: dict[Case, dict[str, float]] = field(default_factory=dict)
-    walls: dict[Case, pd.DataFrame] = field(default_factory=dict)  # ms, one column per phase
+    walls: dict[Case, pd.DataFrame] = field(default_factory=dict)  # wall times in ms, one column per phase
     clocks_mhz: dict[Case, float] = field(default_factory=dict)
-    operations: dict[tuple[Case, str], pd.DataFrame] = field(default_factory=dict)  # profiled, by phase
+    # Profiled operations, by case and phase.
+    operations: dict[tuple[Case, str], pd.DataFrame] = field(default_factory=dict)
     # Cases that were timed, but ran out of memory under the profiler.
     unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)
     profiler_error: str = ""
@@ -163,7 +166,7 @@ class Protocol:
         config = self.config
         needed = needed_bytes(name, config.batch_size, config.d_model, context_length, config.precision)
         needed_gib = needed / 2**30
-        if name in COMPILED and needed_gib > self.device_gib:  # saves the seconds of a compilation
+        if name in COMPILED and needed_gib > self.device_gib:  # don't spend seconds on compiling it
             self.status[case] = "oom", f"needs {needed_gib:.0f} GiB by formula: not compiled"
             return
         with measure.out_of_memory(self.status, case, f"running {name}", or_unsupported=True) as guard:
@@ -194,10 +197,10 @@ class Protocol:
         self.clocks_mhz[case] = measure.sm_clock_mhz()
 
     def time_passes(self, call: Call, inputs: Inputs) -> pd.DataFrame:
-        """Time as many passes as fit into the configured seconds; return one column of ms per phase."""
+        """Time as many passes as fit into the configured seconds; return their times in ms by phase."""
         config = self.config
         budget_ms = config.max_seconds_per_case * 1e3
-        phases = measure.Phases("cpu")  # the host's clock, because each phase ends with a synchronization
+        phases = measure.Phases("cpu")  # use the host's clock, because each phase ends with a synchronization
 
         def timed_pass() -> list[float]:
             self.run_pass(call, inputs, phases)
@@ -228,7 +231,7 @@ class Protocol:
     # Profile
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile some cases; their operations replace those of an earlier profile."""
+        """Profile cases; if a case was profiled before, the new operations replace the earlier operations."""
         with measure.StepProfiler(self.device) as profile:
             for case, inputs in self.with_inputs(cases):
                 with measure.out_of_memory(self.unprofiled, case):
@@ -247,7 +250,7 @@ class Protocol:
     # Check the readings
 
     def repeat_impossible(self) -> None:
-        """Measure cases with impossible readings again. Readings that stay impossible are marked, not removed."""
+        """Measure cases with impossible readings again; readings that stay impossible are marked, not removed."""
         for _ in range(measure.TRIES - 1):
             impossible: dict[Case, str] = {}
             for row in self.rows(self.walls):
@@ -302,7 +305,7 @@ class Protocol:
         }
 
     def gpu_times(self, case: Case, phase: str) -> dict[str, Any]:
-        """Return GPU time and operations of the fastest profiled pass, and the kernel that takes the most time."""
+        """Return the GPU time and operations of the fastest profiled pass, and the name of the longest kernel."""
         if (case, phase) not in self.operations:
             return {"reason": self.profiler_error}
         operations = self.operations[case, phase]

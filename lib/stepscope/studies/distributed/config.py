@@ -12,8 +12,10 @@ from stepscope.config import StepConfig
 class Strategy:
     """A function of :mod:`stepscope.optimizations.distributed_step` with its options.
 
-    control: the strategy that computes the same without communication; "" if this is one itself.
-    is_compiled: whether its blocks are compiled.
+    Args:
+        control: the strategy that computes the same without communication; "" for a strategy that doesn't
+            communicate.
+        is_compiled: whether the model's blocks are compiled.
     """
 
     function: str
@@ -57,19 +59,19 @@ class Config(StepConfig):
     """A training step on several GPUs of one machine, with several strategies."""
 
     study: Literal["distributed"] = "distributed"
-    # The step is that of fast_step.py, with bf16 autocast.
+    # The step is the one in fast_step.py, with bf16 autocast.
     mode: Literal["step"] = "step"
     precision: Literal["bf16"] = "bf16"
     attention: Literal["sdpa"] = "sdpa"
     optimizer: Literal["fused"] = "fused"
     compile: Literal["none", "blocks"] = "blocks"
-    warmup_steps: int = Field(12, ge=3, le=10**6)  # DDP arranges its buckets in the first ones
+    warmup_steps: int = Field(12, ge=3, le=10**6)  # DDP rearranges its buckets during the first steps
     timed_steps: int = Field(10, ge=1, le=50)
-    gpus: int = Field(2, ge=2, le=64)  # ranks, each with batch_size sequences; on a CPU processes
-    strategies: list[StrategyName] = Field([], min_length=0)  # type: ignore[valid-type] # empty: all
-    collectives: bool = False  # also time collectives alone, from 1 MiB to 1 GiB
-    numerics: bool = False  # also compare losses and gradients with one GPU that accumulates
-    repeat: int = Field(0, ge=0, le=1000)  # another run of the same configuration: 1, 2, ...
+    gpus: int = Field(2, ge=2, le=64)  # number of ranks (processes on a CPU), each with batch_size sequences
+    strategies: list[StrategyName] = Field([], min_length=0)  # type: ignore[valid-type] # empty for all strategies
+    collectives: bool = False  # also time collectives on their own, from 1 MiB to 1 GiB
+    numerics: bool = False  # also compare losses and gradients with gradient accumulation on one GPU
+    repeat: int = Field(0, ge=0, le=1000)  # distinguishes repeated runs of one configuration
 
     @model_validator(mode="after")
     def check_strategies(self) -> Self:

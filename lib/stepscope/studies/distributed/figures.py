@@ -1,4 +1,4 @@
-"""Figures of the distributed study: where a step's time goes by strategy, and one step's streams."""
+"""The distributed study's figures: the parts of a step by strategy, and the streams of one step."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ COLORS = {
     "idle": style.FILL,
     "communication": style.ORANGE,
 }
-MAX_PIXELS = 1000  # a figure's width; a picture needs no shorter gaps
+MAX_PIXELS = 1000  # width of a figure; gaps shorter than a pixel are not drawn
 WORDS = {"gpu": "GPU", "ddp": "DDP", "fsdp": "FSDP", "zero1": "ZeRO-1", "mib": "MiB"}
 
 
@@ -30,7 +30,7 @@ def where_time_goes(parts: pd.DataFrame) -> style.Picture | None:
     """Draw a bar per strategy with the parts of its profiled step; a tick marks the unprofiled median.
 
     Args:
-        parts: as from :func:`stepscope.studies.distributed.tables.parts`.
+        parts: the result of :func:`stepscope.studies.distributed.tables.parts`.
     """
     if parts.empty:
         return None
@@ -44,7 +44,12 @@ def where_time_goes(parts: pd.DataFrame) -> style.Picture | None:
 
 @style.look()
 def draw_parts(message: str, parts: pd.DataFrame) -> style.Picture:
-    """Draw a bar per row; the index names the bars, and the columns are the parts and wall_ms."""
+    """Draw one bar per row.
+
+    Args:
+        message: the title.
+        parts: the columns of :data:`PARTS` in ms, and wall_ms; the index names the bars.
+    """
     rows = parts[[f"{part}_ms" for part in PARTS]].set_axis(list(PARTS), axis=1)
     drawn, axes = style.figure(message, 1.4 + 0.32 * len(rows))
     style.stacked_bars(axes, rows, COLORS)
@@ -72,7 +77,7 @@ def draw_streams(message: str, timeline: pd.DataFrame) -> style.Picture:
     """Draw two rows per step, compute and communication.
 
     Args:
-        timeline: name (of the step), part, start_ms and duration_ms; gaps too short to see are filled.
+        timeline: columns name (of the step), part, start_ms and duration_ms; gaps too short to see are filled.
     """
     names = list(timeline["name"].unique())
     drawn, panels = style.figure(

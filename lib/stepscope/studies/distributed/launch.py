@@ -1,10 +1,10 @@
 """Measure strategies on several GPUs: start the ranks, wait for their results, and read their profiles.
 
 results = measure_strategies(config, naive=naive)
-results.steps        a row per strategy: wall time, communication alone, memory, power
+results.steps        a row per strategy: wall time, time of the communication on its own, memory, power
 results.ranks        a row per strategy and rank: the mean profiled step and its parts
 results.kernels      GPU time by strategy, rank and kernel category
-results.timeline     one step of rank 0, for a picture
+results.timeline     one step of rank 0, for a figure
 """
 
 import inspect
@@ -38,22 +38,23 @@ from stepscope.studies.distributed.config import STRATEGIES, Config
 from stepscope.studies.distributed.process import COLLECTIVES, ERROR, NUMERICS, PROFILE, STRATEGIES_FILE
 from stepscope.studies.distributed.tables import MEASURES, PARTS, SCHEMAS
 
-# Time limits for a strategy, and for the first one after a start; most take ten seconds.
+# Time limits for a strategy, and for the first strategy after a start; most strategies take ten seconds.
 LIMIT_S, FIRST_LIMIT_S = 120, 240
-END_S = 20  # for the ranks to end
+END_S = 20  # time limit for the ranks to end
 READERS = 8  # processes that read profiles; each needs up to a GiB
-MIN_GAP_NS = 2000  # in the picture, shorter gaps are closed
-# The bytes that a ring sends and receives per GPU, over the larger side's bytes: 2 (n-1)/n or (n-1)/n.
+MIN_GAP_NS = 2000  # shorter gaps are closed in the timeline
+# In a ring of n GPUs, each GPU sends this factor times (n - 1) / n times the bytes of the collective's larger
+# side.
 BUS_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 class DistributedError(StepscopeError, RuntimeError):
-    """The ranks can't be started."""
+    """An error for ranks that can't be started."""
 
 
 @dataclass
 class Results:
-    """Tables by name; :mod:`stepscope.studies.distributed.tables` has their columns."""
+    """A run's tables, whose columns are defined in :mod:`stepscope.studies.distributed.tables`."""
 
     steps: pd.DataFrame
     ranks: pd.DataFrame
@@ -72,15 +73,16 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
     """Measure a configuration's strategies, and return the tables.
 
     Args:
-        functions: replace functions of :mod:`stepscope.optimizations.distributed_step` by name. Their source
-            is copied to the ranks, where that module's names are defined; pass the helpers that they call, too.
+        functions: functions that replace functions of :mod:`stepscope.optimizations.distributed_step`, by name.
+            Their source is copied to the ranks, where the names of that module are defined. Also pass any other
+            functions that they call.
 
     Raises:
         DistributedError: this process sees fewer GPUs than the configuration needs.
     """
     if config.device == "cuda" and torch.cuda.device_count() < config.gpus:
         raise DistributedError(
-            f"gpus: got {config.gpus}, but this process can use {torch.cuda.device_count()} of this machine's GPUs"
+            f"gpus: got {config.gpus}, but this process can use only {torch.cuda.device_count()} GPUs"
         )
     profile_names = [f"{name}{PROFILE}" for name in config.names]
     names = config.names + [COLLECTIVES] * config.collectives + profile_names + [NUMERICS] * config.numerics
@@ -113,10 +115,14 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
 
 
 def run_ranks(config: Config, folder: Path, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Start the ranks, again after each failure, until every name has a result in ``folder`` or has failed.
+    """Start the ranks, and restart them after each failure, until every measurement has a result or has failed.
+
+    Args:
+        folder: the folder for results.
+        names: the names of the measurements.
 
     Returns:
-        The status and reason of each that failed.
+        The status and reason of each failed measurement, by name.
     """
     failed: dict[str, tuple[str, str]] = {}
 
@@ -149,7 +155,7 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
     cores = len(os.sched_getaffinity(0))
     environment = {"OMP_NUM_THREADS": str(max(1, cores // config.gpus))} | os.environ
     with (folder / "log.txt").open("wb") as log:
-        # The ranks end when their stdin ends, which is when this process ends.
+        # The ranks' stdin is a pipe from this process, so they see EOF and end when this process ends.
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
         )
@@ -157,7 +163,7 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
             return _wait(process, folder, names)
         finally:
             assert process.stdin
-            process.stdin.close()  # ends the ranks, each of which is in a session of its own
+            process.stdin.close()  # ends the ranks, which killpg doesn't reach: each has its own session
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
             with suppress(ProcessLookupError):
@@ -166,7 +172,7 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
 
 
 def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
-    """Wait for the ranks to end; return the reason if they failed or took too long."""
+    """Wait for the ranks to end; if they failed or took too long, return the reason, otherwise ""."""
     finished: list[str] = []
     since = time.monotonic()
     while process.poll() is None:
@@ -182,7 +188,7 @@ def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
 
 
 def _failure(folder: Path, name: str, reason: str) -> tuple[str, str]:
-    """Return the status and reason that a rank wrote, or else the reason and the end of the ranks' output."""
+    """Return the status and reason that a rank wrote; if none did, add the last line of output to ``reason``."""
     with suppress(OSError, ValueError):
         error = json.loads((folder / ERROR).read_text())
         if error["name"] == name:
@@ -196,7 +202,7 @@ def _failure(folder: Path, name: str, reason: str) -> tuple[str, str]:
 
 
 def read_profiles(config: Config, folder: Path, names: Sequence[str]) -> dict[str, list[Device]]:
-    """Read the profiles of all ranks, several at a time; return each strategy's GPUs in the order of ranks."""
+    """Read the profiles of all ranks in parallel; return each strategy's GPUs, in the order of the ranks."""
     paths = [folder / f"{name}.rank{rank}.trace.json" for name in names for rank in range(config.gpus)]
     read = partial(load_capture, step="step", on_cpu=config.device == "cpu")
     captures: list[Capture]
@@ -221,7 +227,7 @@ def ranks_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
             collectives = [rows[rows["part"] == COMMUNICATION] for rows in gpu.ops_per_step]
             row = {"strategy": name, "rank": rank, "profiled_ms": step["wall"]}
             row |= {f"{part}_ms": step[part] for part in PARTS}
-            row["transfer_ms"] += step["unmatched"]  # 0, unless a rank lacks collectives of the others
+            row["transfer_ms"] += step["unmatched"]  # 0, unless some ranks lack a collective that others have
             row["gpu_ms"] = step["wall"] - step["idle"]
             row["communication_ms"] = np.mean([busy_ns(rows) for rows in collectives]) / 1e6
             mine = comparison.collectives[comparison.collectives["rank"] == rank]
@@ -258,7 +264,7 @@ def kernels_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
 
 
 def timeline_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
-    """Return when each part of rank 0's median step runs: intervals, with short gaps closed."""
+    """Return the intervals in which each part of rank 0's median step runs, with short gaps closed."""
     tables = []
     for name, gpus in profiles.items():
         gpu = gpus[0]
@@ -290,8 +296,10 @@ def timeline_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
 
 
 def steps_table(config: Config, outcomes: dict[str, Any], failed: dict[str, tuple[str, str]]) -> pd.DataFrame:
-    """Return a row per strategy. A step takes as long as on its slowest rank; memory is that of the fullest rank,
-    and power the sum of all."""
+    """Return a row per strategy.
+
+    Times and memory are the maximum over the ranks, and power is the sum over the ranks.
+    """
     rows = []
     for name in config.names:
         row: dict[str, Any] = {
@@ -340,7 +348,10 @@ def _measures(config: Config, ranks: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def collectives_table(config: Config, rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Add the bus bandwidth in GB/s, as nccl-tests defines it: what a link carries in each direction."""
+    """Return the collectives' times with the bus bandwidth in GB/s: the rate of a link in each direction.
+
+    The definition is the same as in nccl-tests.
+    """
     table = pd.DataFrame(rows, columns=["kind", "mib", "time_ms"])
     share = (config.gpus - 1) / config.gpus
     bus_bytes = table["mib"] * 2**20 * table["kind"].map(BUS_FACTOR) * share

@@ -1,8 +1,9 @@
-"""One rank's program, which torchrun starts: ``stepscope.studies.distributed.process FOLDER CONFIG NAMES``.
+"""Run one rank, which torchrun starts as ``stepscope.studies.distributed.process FOLDER CONFIG NAMES``.
 
-It times strategies one after another, and then profiles them, because launches stay slower after a profile. For
-each, rank 0 writes ``<name>.json``, and every rank its profile. An error ends the process, and the launcher starts
-the ranks again for what is left, because a rank that fails leaves the others in the middle of a collective.
+The rank times all strategies and then profiles them, because launches stay slower once a profiler has run. For
+each strategy, rank 0 writes ``<name>.json``, and every rank writes its profile. An error ends the process, because
+a rank that fails leaves the other ranks in the middle of a collective. The launcher then restarts the ranks for
+the remaining measurements.
 """
 
 import gc
@@ -35,23 +36,23 @@ from stepscope.studies.distributed.config import STRATEGIES, Config, Strategy
 from stepscope.studies.distributed.tables import KINDS
 
 COLLECTIVES, NUMERICS = "collectives", "numerics"  # names of measurements that are not strategies
-PROFILE = ".profile"  # ends the name of a strategy's profile
+PROFILE = ".profile"  # suffix of the name of a strategy's profile
 ERROR, STRATEGIES_FILE = "error.json", "strategies.py"
-MAX_STEPS, TIMED_MS = 50, 1500  # on a GPU: as many steps as take this long
-POWER_MS = 2000  # a shorter time has too few changes of the energy counter
+MAX_STEPS, TIMED_MS = 50, 1500  # on a GPU, steps are timed for this many ms, but at most this many steps
+POWER_MS = 2000  # in a shorter time, the energy counter would change too few times
 PROFILED_STEPS = 3
 GIB, MIB = 2**30, 2**20
 
 
 class Memory:
-    """Peak memory of a step's two parts, from hooks around every optimizer's step; NaN on a CPU."""
+    """Record the peak memory before and during the optimizer's step, with hooks; NaN on a CPU."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, float] = {}
         self.highest_gib = 0.0
         self.restart()
         self.is_on = False  # off while steps are timed
-        self.depth = 0  # of nested optimizers: ZeRO's contains an AdamW
+        self.depth = 0  # depth of nested optimizers: the ZeRO optimizer contains an AdamW
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
@@ -66,7 +67,7 @@ class Memory:
             self.note("peak_optimizer_gib")
 
     def note(self, part: str) -> None:
-        """Note the peak since the last call."""
+        """Record the peak since the last call as the peak of this part."""
         if self.is_on and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
             self.peaks[part] = torch.cuda.max_memory_allocated() / GIB
             self.highest_gib = max(self.highest_gib, self.peaks[part])
@@ -80,7 +81,7 @@ class Memory:
 
 
 class Rank:
-    """What all measurements of a rank share."""
+    """One rank: its measurements, and the state that they share."""
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
@@ -95,7 +96,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def build(self, strategy: Strategy, precision: str = "bf16") -> tuple[Model, Batch]:
-        """Build the model, the same on all ranks, and a batch of this rank's own tokens."""
+        """Build the model, which is the same on all ranks, and a batch of tokens, which differs between ranks."""
         config = self.config
         torch.manual_seed(config.seed)
         shape = config.d_model, config.d_ff, config.num_layers, config.num_heads
@@ -118,7 +119,7 @@ class Rank:
         return self.functions[strategy.function](model, batch, **strategy.options)
 
     def agree(self, count: int) -> int:
-        """Return rank 0's count, so that all ranks run equally many steps."""
+        """Return the count on rank 0, so that all ranks run the same number of steps."""
         counts = torch.tensor([count], device=self.device)
         dist.broadcast(counts, 0)
         return int(counts.item())
@@ -153,7 +154,7 @@ class Rank:
     # -- strategies ----------------------------------------------------------------------------------------------
 
     def measure(self, name: str) -> None:
-        """Measure a strategy: memory, wall time, power, and its communication alone."""
+        """Measure a strategy: memory, wall time, power, and the time of its communication on its own."""
         strategy = STRATEGIES[name]
         self.memory.restart()
         self.memory.is_on = True
@@ -197,7 +198,7 @@ class Rank:
         return powers | {"power_step_ms": ms / steps}
 
     def communication(self, distributed: Distributed) -> dict[str, Any]:
-        """Time the step's collectives alone, and count their bytes."""
+        """Time the step's collectives on their own, and count their bytes."""
         messages = distributed.messages()
         if not messages:
             return {"communication_only_ms": [], "messages": 0, "message_gib": 0.0}
@@ -209,8 +210,11 @@ class Rank:
         return {"communication_only_ms": wall_ms, "messages": len(messages), "message_gib": gib}
 
     def profile(self, name: str) -> None:
-        """Profile steps of a strategy. The first one isn't in a range: it may be slow, and the ranks' profilers
-        don't start at the same time."""
+        """Profile steps of a strategy.
+
+        The first step is left out of the ranges, because it may be slow, and because the profilers of the ranks
+        don't start at the same time.
+        """
         strategy = STRATEGIES[name]
         distributed = self.apply(strategy, *self.build(strategy))
         for _ in range(self.config.warmup_steps):
@@ -232,7 +236,7 @@ class Rank:
     # -- collectives and numerics --------------------------------------------------------------------------------
 
     def collectives(self) -> None:
-        """Time collectives alone: 20 at once, so that launching them takes no time."""
+        """Time collectives on their own, 20 at a time, so that the time to launch them is negligible."""
         sizes_mib = (1, 4, 16, 64, 256, 1024) if self.on_gpu else (1, 4)
         rows = []
         for kind in KINDS:
@@ -245,7 +249,7 @@ class Rank:
         self.write(COLLECTIVES, rows)
 
     def numerics(self) -> None:
-        """Compare each measured strategy's loss and gradients with one GPU that accumulates all ranks' batches."""
+        """Compare each measured strategy with gradient accumulation on one GPU over the batches of all ranks."""
         torch.set_float32_matmul_precision("highest")
         rows = []
         for precision in ("fp32", "bf16"):
@@ -272,7 +276,7 @@ class Rank:
         }
 
     def accumulated(self, precision: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the mean loss and gradients of all ranks' batches, computed on this rank alone."""
+        """Return the mean loss and gradients over the batches of all ranks, computed on this rank alone."""
         model, _ = self.build(STRATEGIES["alone"], precision)
         loss = torch.zeros((), device=self.device)
         for rank in range(self.ranks):
@@ -282,13 +286,13 @@ class Rank:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's whole gradient; FSDP shards it."""
+    """Return a parameter's complete gradient, even if FSDP has sharded it."""
     gradient = parameter.grad
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 def relative_error(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Return the norm of the difference over the norm of the expected tensors, all together."""
+    """Return the norm of all differences together, divided by the norm of all expected tensors together."""
     difference = torch.stack([(a.double() - b.double()).norm() for a, b in zip(tensors, expected)]).norm()
     return float(difference / torch.stack([b.double().norm() for b in expected]).norm())
 
@@ -299,14 +303,17 @@ def end_with_launcher() -> None:
 
 
 def release(on_gpu: bool) -> None:
-    """Free the memory of what the process no longer uses."""
+    """Free memory that the process no longer uses."""
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """Return the status and reason of an error. Out of memory may hide behind a failed capture, or be NCCL's."""
+    """Return the status and reason of an error.
+
+    An out-of-memory error may be the cause of a failed graph capture, or may come from NCCL.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if is_out_of_memory(cause) or re.search("out of memory|ALLOC_FAILED", str(cause), re.IGNORECASE):
@@ -330,7 +337,7 @@ def main(folder: Path, config: Config, names: list[str]) -> None:
         except Exception as error:  # noqa: BLE001 any error of a strategy is a result
             traceback.print_exc()
             status, reason = describe(error)
-            # a rank that only lost its connection doesn't overwrite the cause
+            # don't let a rank that only lost its connection overwrite the cause
             if status == "oom" or not (folder / ERROR).exists():
                 fields = {"name": name, "status": status, "reason": f"rank {rank.rank}: {reason}"}
                 write_text_durably(folder / ERROR, json.dumps(fields))

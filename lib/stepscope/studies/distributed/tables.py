@@ -1,4 +1,4 @@
-"""Tables of the distributed study: the schemas of a run's files, and the tables derived from them."""
+"""The distributed study's tables: the schemas of a run's files, and the tables derived from them."""
 
 import numpy as np
 import pandas as pd
@@ -10,7 +10,7 @@ from stepscope.studies.distributed.config import STRATEGIES
 CONFIG = ("size", "context_length", "batch_size", "gpus", "repeat")
 STRATEGY = {"strategy": text_column(*STRATEGIES)}
 RANK = {"rank": pa.Column(int, pa.Check.in_range(0, 63), coerce=True)}
-# Of the unprofiled steps, with all ranks together.
+# Columns that describe the unprofiled steps of all ranks together.
 MEASURES = (
     "parameters",
     "steps",
@@ -32,7 +32,7 @@ MEASURES = (
     "peak_gib",
     "reserved_gib",
 )
-# The mean profiled step of a rank, in ms. The first is the sum of the next five.
+# Columns that describe a rank's mean profiled step. The parts add up to profiled_ms.
 PARTS = ("compute", "transfer", "waiting", "copies", "idle")
 RANK_MEASURES = (
     "profiled_ms",
@@ -42,7 +42,7 @@ RANK_MEASURES = (
     "transfer_total_ms",
     "arrives_last",
 )
-OPTIMIZER = "optimizer"  # the category of kernels
+OPTIMIZER = "optimizer"  # a kernel category
 SHARDED = tuple(name for name in STRATEGIES if name.startswith(("fsdp", "zero1")))
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 SCHEMAS = {
@@ -90,10 +90,10 @@ SCHEMAS = {
 
 
 def efficiency(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Add each strategy's efficiency, and its tokens/s as a multiple of one GPU's (times_one_gpu).
+    """Add each strategy's efficiency, and its tokens/s as a multiple of the tokens/s of one GPU (times_one_gpu).
 
-    Efficiency is its tokens/s over those of the same GPUs without communication: the fastest step of a GPU alone,
-    which all GPUs run at the same time.
+    Efficiency is the strategy's tokens/s divided by the tokens/s of the same GPUs without communication. The
+    latter come from the fastest step on a single GPU, measured while all GPUs run this step.
     """
     alone = steps.loc[steps["strategy"].str.startswith("alone"), "tokens_per_s"].max()
     efficiency = steps["tokens_per_s"] / alone
@@ -101,9 +101,10 @@ def efficiency(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
 
 
 def parts(steps: pd.DataFrame, ranks: pd.DataFrame) -> pd.DataFrame:
-    """Return the parts of each strategy's profiled step in ms, as the mean of the ranks, indexed by strategy.
+    """Return the parts of each strategy's profiled step in ms, as means over the ranks, indexed by strategy.
 
-    The columns are those of :data:`PARTS`, profiled_ms (their sum) and wall_ms (of unprofiled steps).
+    The columns are the :data:`PARTS` (``compute_ms`` and so on), profiled_ms (their sum) and wall_ms (the median
+    of unprofiled steps).
     """
     columns = ["profiled_ms", *(f"{part}_ms" for part in PARTS)]
     means = ranks.groupby("strategy", sort=False)[columns].mean()
@@ -111,14 +112,16 @@ def parts(steps: pd.DataFrame, ranks: pd.DataFrame) -> pd.DataFrame:
 
 
 def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
-    """Compare the kernels of each strategy with those of its control, which computes the same alone.
+    """Compare the kernels of each strategy with the kernels of its control, which doesn't communicate.
 
-    Only categories with equally many kernels are compared: a strategy may also copy or cast gradients. Sharded
-    optimizers update fewer parameters than their control, so their kernels are left out, too.
+    Only categories with the same number of kernels are compared, because a strategy may also copy or cast
+    gradients. Sharded optimizers update fewer parameters than their control, so the optimizer's kernels are then
+    left out, too.
 
     Returns:
-        strategy, kernel_category, gpu_ms and alone_ms (sums of durations per step, means of the ranks) and
-        slowdown (their ratio minus 1); kernel_category is also "all", the sum of those compared.
+        A table with strategy, control, kernel_category, gpu_ms and alone_ms (durations per step of the strategy
+        and of its control, as means over the ranks), and slowdown (their ratio minus 1). The kernel_category "all"
+        is the sum of the compared categories.
     """
     rows = kernels[kernels["kernel_category"] != "communication"]
     keys = ["strategy", "kernel_category"]
@@ -136,10 +139,10 @@ def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 
 def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Return the bus bandwidth of each strategy's all-reduces in GB/s, in the step and alone.
+    """Return the bus bandwidth of each strategy's all-reduces in GB/s, within the step and on their own.
 
-    In the step, a collective takes as long as on the rank that arrives last. FSDP and ZeRO-1 are left out,
-    because their collectives are of several kinds.
+    Within the step, the time of a collective is its time on the rank that arrives last. FSDP and ZeRO-1 are left
+    out, because they use several kinds of collectives.
     """
     sends = steps[(steps["messages"] > 0) & ~steps["strategy"].isin(SHARDED)]
     transfer_ms = ranks.groupby("strategy")["transfer_total_ms"].mean()
@@ -152,10 +155,10 @@ def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFra
 
 
 def memory(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Put each strategy's memory next to that of its weights, gradients and moments by formula, in GiB.
+    """Return each strategy's memory in GiB, and the memory of weights, gradients and moments by formula.
 
-    A parameter takes 4 bytes for each of weight, gradient and two moments, all of them in fp32. FSDP divides all
-    four by the number of ranks, and ZeRO-1 the moments.
+    Each parameter has a weight, a gradient and two moments, with 4 bytes each. FSDP divides all four by the number
+    of ranks, and ZeRO-1 divides only the moments.
     """
     is_sharded = steps["strategy"].str.startswith("fsdp") & (steps["control"] != "")
     is_zero1 = steps["strategy"] == "zero1"

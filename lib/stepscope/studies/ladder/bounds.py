@@ -1,18 +1,18 @@
-"""Lower bound of a training step's time: the time of its matmuls, plus that of the optimizer's memory traffic.
+"""Compute a lower bound for a training step's time: its matmuls, plus the optimizer's memory traffic.
 
     lower bound  = matmul FLOPs / bf16 matmul rate + bytes x parameters / copy rate
 
-* Matmuls: backward runs two matmuls for each matmul of forward. Of attention's matrices, only the part below the
-  diagonal counts, because a causal model doesn't need the rest. If the linear layers of the blocks are FP8, their
+* Matmuls: backward runs two matmuls for each matmul of forward. For attention, only scores on and below the
+  diagonal count, because a causal model doesn't need the rest. If the linear layers of the blocks use FP8, their
   forward and the gradient of their input count at the FP8 rate.
 * Memory traffic: AdamW reads each parameter's bf16 gradient (2 bytes), fp32 weight (4) and two moments (8, or 4 in
   bf16). It writes the fp32 weight, the moments and the bf16 weight (2). The sum is 28 bytes, or 20 with bf16
   moments. Without bf16 weights, the sum is also 28: AdamW reads the weight, the gradient and two moments, and
   writes all of these except the gradient. The time to read weights and activations is part of the matmul rate.
 
-The two times are added, because the optimizer needs all gradients first. (The roofline model of Williams,
-Waterman & Patterson 2009 takes the maximum instead.) Both rates are measured in the same process, with matmuls
-and copies so large that launches and caches don't matter. These take milliseconds, at the highest clock, so no
+The two times are added, because the optimizer needs all gradients first. (The roofline model of Williams, Waterman
+& Patterson 2009 takes the maximum instead.) Both rates are measured in the same process, with matmuls and copies
+so large that launches and caches don't matter. They take only milliseconds and run at the highest clock, so no
 step exceeds these burst rates. The sustained rate of a large matmul, once the GPU is power-limited, is only a
 reference and not a bound: a step draws less power and runs at a higher clock, so its matmuls can be faster.
 """
@@ -31,7 +31,8 @@ from stepscope.optimizations import fp8
 
 MOVED_BYTES = {"fp32": 28, "bf16": 20}  # per parameter, by the type of the moments
 MAX_MEMORY_SHARE = 0.92  # share of the memory that the memory-filling batch may need by formula
-SUSTAINED_S = 0.5  # for each of two runs: one until the clock has settled, and one with power readings
+# Duration of each of two runs: the clock settles in the first, and power is read in the second.
+SUSTAINED_S = 0.5
 
 
 def needed_flops(config: StepConfig) -> float:
@@ -44,7 +45,7 @@ def needed_flops(config: StepConfig) -> float:
 
 
 def fp8_flops(config: StepConfig) -> float:
-    """Return the FLOPs that FP8 layers run in 8 bits, which are forward and the gradient of their input."""
+    """Return the FLOPs that FP8 layers run in 8 bits: forward, and the gradient of the input."""
     forward = forward_flops(config)
     return 2 * sum(forward[region] for region in ("attention.qkv", "attention.output", "ffn"))
 
@@ -53,7 +54,7 @@ def fp8_ceiling(device: str) -> dict[str, float]:
     """Measure ``matmul_fp8``, the burst rate of a large FP8 matmul with row-wise scales, in TFLOP/s.
 
     Returns:
-        An empty dictionary if the device has no such matmul.
+        A dictionary with the rate; empty if the device has no such matmul.
     """
     if not fp8.has_fp8(device):
         return {}

@@ -1,4 +1,4 @@
-"""Check in the ladder's run, on its device, that the optimizer computes AdamW and that bf16 moments can fall."""
+"""Check on the device of a ladder run that the optimizer computes AdamW, and that bf16 moments can decrease."""
 
 import math
 
@@ -18,7 +18,7 @@ RATE = 1e-3
 FORMULA_STEPS = 5
 DECAY_STEPS = 2000
 DECAYING_NUMBERS = 4096
-# The tolerance relative to a weight plus its changes: 4 to 8 ulp, the largest error of approximate divisions.
+# Tolerance, relative to a weight plus its changes. It is 4 to 8 ulp, the largest error of approximate divisions.
 APPROXIMATE = 2.0**-21
 
 
@@ -27,12 +27,12 @@ def stochastic_bf16(
     index: np.ndarray,
     step: int,
 ) -> np.ndarray:
-    """Round fp32 to bf16 stochastically, with the optimizer's hash in numpy's 32-bit integers; return fp32.
+    """Round fp32 to bf16 stochastically, with the optimizer's hash in NumPy's 32-bit integers; return fp32.
 
     Args:
         x: fp32, of any shape.
-        index: each number's index among all of the optimizer's numbers; integers of the same shape.
-        step: the step's number, from 1.
+        index: the index of each number among all numbers of the optimizer; integers of the same shape.
+        step: the step's number, starting from 1.
     """
     seed = np.uint32(step * GOLDEN & 0xFFFFFFFF)
     h = index.astype(np.uint32)
@@ -63,7 +63,7 @@ def numpy_adamw(
     Args:
         weight: the weights before the first step; fp32, of any shape.
         gradients: one gradient per step, fp32 of the same shape.
-        first: the index of the first weight among all of the optimizer's numbers, for bf16 moments; None for fp32
+        first: for bf16 moments, the index of the first weight among all numbers of the optimizer; None for fp32
             moments.
 
     Returns:
@@ -122,10 +122,10 @@ def run_steps(
 def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
     """Compare the fp32 weights, their copies and both moments after some steps with :func:`numpy_adamw`.
 
-    With bf16 moments, the optimizer's divisions are approximate, so weights may differ by the error of a division.
+    With bf16 moments, the optimizer divides approximately, so weights may differ by the error of a division.
 
     Returns:
-        The number of compared numbers, and how many of them differ.
+        How many numbers were compared, and how many of them differ.
     """
     optimizer, gradients = run_steps(device, FORMULA_STEPS, moments)
     masters = optimizer.masters()

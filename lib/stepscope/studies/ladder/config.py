@@ -19,13 +19,14 @@ Optimization = Literal[
     "chunked_loss",
     "fp8",
 ]
-# The ladder: each optimization is applied on top of those before it.
+# The ladder: each optimization is applied on top of the previous optimizations.
 LADDER_OPTIMIZATIONS: tuple[Optimization, ...] = get_args(Optimization)[:9]
 # Each of these is applied to the fully optimized step. They may pay off with a large vocabulary or a large batch.
 BEYOND: tuple[Optimization, ...] = get_args(Optimization)[9:]
 FILLED = "filled"  # fully optimized, with the chunked loss, at the batch size that fills the memory
-# Ablations: optimizations that can be left out of the fully optimized step, in rows named "without_...". The other
-# optimizations have no effect there: its matmuls are bf16, and its AdamW is one kernel.
+# Ablations: optimizations that can be left out of the fully optimized step, in rows named "without_...". Leaving
+# out another optimization would have no effect: the matmuls would still be bf16, and AdamW would still be one
+# kernel.
 ABLATABLE: tuple[Optimization, ...] = (
     "sdpa",
     "compiled_blocks",
@@ -42,7 +43,7 @@ Baseline = Literal[
     "fast_step",
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-NO_MASK = BASELINES[2:4]  # steps without a mask, like ours; the second is a CUDA graph
+NO_MASK = BASELINES[2:4]  # steps without a mask, as in our model; the second step is a CUDA graph
 
 # Columns of the table of steps, which has one row per optimization and batch size.
 MEASURES = (
@@ -89,7 +90,7 @@ class Config(StepConfig):
     # The batch sizes to measure; if empty, only batch_size.
     batch_sizes: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
     fill_memory: bool = False  # also measure the batch size that fills the memory
-    # The number of training steps on text, for every optimization, and for three seeds of the first; 0 for none.
+    # The number of training steps on text for every optimization; the first optimization trains with three seeds.
     training_steps: int = Field(0, ge=0, le=10**6)
 
     @field_validator("ablations")

@@ -1,4 +1,4 @@
-"""The ladder's loop: measure a training step after each optimization, on top of those before it.
+"""The ladder's loop: measure a training step after each optimization, on top of the previous optimizations.
 
     ladder = Ladder(config, transformer, [tf32, bf16, ...], beyond=[chunked, fp8], baselines={...})
     ladder.measure()
@@ -13,11 +13,12 @@ For each optimization and batch size, :meth:`Ladder.measure`
 
 The steps are profiled after everything has been timed, because launches stay slower once a profiler has run in a
 process. Impossible readings are measured again, at most twice. A transform that changes neither operations nor
-numbers is rejected, because otherwise a misspelled attribute would give a plausible row.
+numbers is rejected; otherwise, a transform without effect, for example because it sets a misspelled attribute,
+would get a plausible row.
 
 The learning rate is negligible while steps are timed or profiled, so that all steps run on the same weights.
 
-If an optimization doesn't apply, fails or runs out of memory, its row has the reason. The loop then frees its
+If an optimization doesn't apply, fails or runs out of memory, its row contains the reason. The loop then frees its
 memory and continues with the next optimization. Weights are on the device only while their optimization is
 measured.
 """
@@ -41,9 +42,9 @@ from stepscope.report.schemas import LATER
 from stepscope.studies.ladder import bounds, training
 from stepscope.studies.ladder.config import ADDED, FILLED, MEASURES, Config
 
-TRAINED_STEPS = 100  # training steps before the gradients of trained weights are compared
+TRAINED_STEPS = 100  # training steps after which the gradients of trained weights are compared
 LAST_EAGER = "fused_adamw"  # the last eager step of the ladder, which is also timed as a CUDA graph
-KEEPS_MEMORY = "hugging_face_reduce_overhead"  # measured last, because it never frees its memory
+KEEPS_MEMORY = "hugging_face_reduce_overhead"  # never frees its memory, so it is measured last
 
 Baselines = Mapping[str, tuple[Build, Sequence[Transform]]]
 
@@ -161,9 +162,10 @@ class Ladder(Loop):
         self.measure_limits()
 
     def compare_trained_gradients(self) -> None:
-        """Compare the gradients of FP8 again, after a hundred training steps.
+        """Compare the gradients of FP8 and fp32 again, after a hundred training steps.
 
-        Freshly drawn weights amplify the rounding errors of the first block, in any format; trained weights don't.
+        At random initial weights, the model amplifies the rounding errors of the first block in any number format;
+        at trained weights, it doesn't.
         """
         batch = self.batch_sizes[0]
         by_name = {case.name: case for case in self.cases if case.batch_size == batch}
@@ -174,7 +176,7 @@ class Ladder(Loop):
             return
         text = text_batches(TRAINED_STEPS + 1, batch, self.config.context_length)
         weights: dict[str, torch.Tensor] = {}
-        fp32: list[Any] = []  # loss and gradients
+        fp32: list[Any] = []  # the loss and gradients in fp32
 
         def train(case: Case, subject: TrainedSubject) -> None:
             training.losses(subject, text[:-1], self.config.seed)
@@ -203,8 +205,8 @@ class Ladder(Loop):
     def reject_unchanged(self) -> None:
         """Reject transforms that change nothing.
 
-        After such a transform, the operations, the first loss, the optimizer and its memory, and the launch are
-        the same as before.
+        A transform changes nothing if the operations, the first loss, the optimizer and its memory, and the launch
+        are the same as before.
         """
         ladder = [case for case in self.cases if case.name in self.config.optimizations]
         for case in ladder:
@@ -215,7 +217,9 @@ class Ladder(Loop):
                     self.reject(case, before)
 
     def reject(self, case: Case, before: Case) -> None:
-        reason = f"it changes nothing: operations, loss, optimizer and launch are {before.name}'s"
+        reason = (
+            f"it changes nothing: operations, loss, optimizer and launch are the same as for {before.name}"
+        )
         case.row = {
             "optimization": case.name,
             "batch_size": case.batch_size,
@@ -300,7 +304,7 @@ class Ladder(Loop):
 
     @property
     def results(self) -> dict[str, float]:
-        """The device's rates and limits as far as they are known, and the learning rate of the measured steps."""
+        """The device's known rates and limits, and the learning rate of the measured steps."""
         known: dict[str, float | None] = {**self.ceilings, **self.sustained}
         known |= {
             "parameters": parameter_count(self.config),

@@ -1,7 +1,7 @@
 """Train on text after each optimization, from the same weights, to check that the loss curves agree.
 
-The first optimization trains from three seeds, to show how much the curve depends on the initial weights. The text
-is that of :mod:`stepscope.model.text`.
+The first optimization trains with three seeds, which shows how much the curve depends on the initial weights. The
+text comes from :mod:`stepscope.model.text`.
 """
 
 import pandas as pd
@@ -13,11 +13,11 @@ from stepscope.model.text import text_batches
 from stepscope.optimizations.transforms import TrainedSubject
 from stepscope.studies.ladder.config import Config
 
-SEEDS = 3  # for the first optimization
+SEEDS = 3  # number of seeds with which the first optimization trains
 
 
 def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
-    """Train from weights drawn from a seed; return the loss of each step.
+    """Draw weights from a seed and train; return the loss of each step.
 
     Args:
         text: token ids, (steps, B, T + 1).
@@ -35,7 +35,7 @@ def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
 def train(config: Config, subject: TrainedSubject, name: str) -> pd.DataFrame:
     """Train with one optimization; return the loss curves (optimization, batch_size, seed, step, loss).
 
-    The run's first optimization trains from three seeds, and all others from the first of these seeds.
+    The run's first optimization trains with three seeds, and all others train with the first of these seeds.
 
     Raises:
         ConfigError: the vocabulary is smaller than the 256 bytes of the text.

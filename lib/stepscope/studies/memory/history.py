@@ -29,7 +29,7 @@ NO_HISTORY = {"status": "unsupported", "reason": "PyTorch keeps a history of CUD
 
 
 def predicted_peak(config: Config, mode: str) -> dict[str, Any]:
-    """Return those columns of a mode's total row that need no measurement."""
+    """Return the columns of a mode's total row that don't come from a measurement."""
     predicted = peak(config, mode)
     return {
         "mode": mode,
@@ -40,16 +40,16 @@ def predicted_peak(config: Config, mode: str) -> dict[str, Any]:
 
 
 def classify(recording: MemoryHistory, config: Config) -> pd.DataFrame:
-    """Return the recorded step's allocations, with the kind of each.
+    """Return the recorded step's allocations, and classify each by kind.
 
     The columns are ``size`` (requested bytes), ``allocated_at`` and ``freed_at`` (events), ``line``, ``phase``,
     ``region``, ``layer`` (missing outside the blocks) and ``kind``.
 
     Gradients are recognized by their addresses. Memory that forward or the loss allocates is "saved for backward"
-    if backward frees it, and "other" if it outlives backward (logits and loss, which the step's frame references).
+    if backward frees it, and "other" if it outlives backward, as logits and loss do while the step refers to them.
 
     Raises:
-        StepscopeError: live bytes differ from the allocator's own count at the end or peak of a phase.
+        StepscopeError: at the end or peak of a phase, the live bytes differ from the allocator's own count.
     """
     table = allocations(recording.snapshot)
     table["phase"] = _phase_of(table["allocated_at"], recording)
@@ -97,9 +97,9 @@ def _phase_of(events: Sequence[int], recording: MemoryHistory) -> np.ndarray:
 def _classify_weight_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
     """Set the kind of autocast's cached copies of weights.
 
-    Such a copy has a weight's size in bytes, is allocated in the weight's region, and outlives the matmul. If
-    batch size times context length equals a side of the weight, an input's copy has the same size, and is counted
-    as a weight's copy.
+    Such a copy has as many bytes as a bf16 or fp16 copy of the weight, is allocated in the weight's region, and
+    outlives the matmul. If batch size times context length equals a dimension of the weight, the copy of an input
+    can have the same size, and is then counted as a copy of the weight.
     """
     weight_copy_bytes = {
         "attention.qkv": 2 * config.d_model**2,
@@ -108,7 +108,7 @@ def _classify_weight_copies(table: pd.DataFrame, config: Config, mode: str) -> N
         "head": 2 * config.d_model * config.vocab_size,
     }
     is_in_forward = table["phase"] == "forward"
-    if mode == "forward":  # without a backward, copies live until autocast ends, after the last allocation
+    if mode == "forward":  # without backward, copies live until autocast ends, after the last allocation
         last_allocation = table.loc[is_in_forward, "allocated_at"].max()
         outlives_matmul = table["freed_at"] > last_allocation
     else:
@@ -126,12 +126,12 @@ def _regions(
     """Return the region and the layer of each allocation.
 
     In forward, the layer follows from the number of blocks opened so far. In backward, where no block opens, the
-    layer follows from the number of residual additions: each block has two, and the last layer comes first.
+    layer follows from the number of residual additions so far: each block has two, and the last layer comes first.
 
     Args:
-        order: the number of each allocation, counted as in ``regions``.
+        order: the number of each allocation, on the same count as in ``regions``.
         phases: the phase of each allocation.
-        regions: each pair has the number of allocations so far, and the region that then opens, or None if a
+        regions: pairs of the number of allocations so far and the region that opens at this point, or None if a
             region closes.
         num_layers: the number of the model's blocks.
     """
@@ -169,14 +169,14 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
     """Check that the history agrees with the allocator's counts at the end and the peak of each phase.
 
     Raises:
-        StepscopeError: the history is incomplete, because a count differs.
+        StepscopeError: a count differs, so the history is incomplete.
     """
     start = recording.start
     known_bytes = sum(recording.before.values())
     if known_bytes != start.requested:
         raise StepscopeError(
             f"{recording.mode}: weights, optimizer state, batch and workspaces are {known_bytes:,}"
-            f" bytes, but the allocator says {start.requested:,}"
+            f" bytes, but the allocator reports {start.requested:,}"
         )
     ends = _ends(recording)
     live = known_bytes + live_bytes(table, ends[-1]).sum(axis=0)
@@ -193,15 +193,15 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
             if ours != theirs:
                 raise StepscopeError(
                     f"{recording.mode}, by the end of {phase}: the history {claim},"
-                    f" but the allocator says {theirs:,}"
+                    f" but the allocator reports {theirs:,}"
                 )
 
 
 def live_bytes(table: pd.DataFrame, min_events: int = 0) -> np.ndarray:
     """Return the step's live bytes by kind (rows of :data:`LIVE`) after each event, as int64.
 
-    There is one column per event of the table, and one for the time before the first event. If the table has fewer
-    than ``min_events`` events, the last column is repeated.
+    There is one column for the time before the first event, and one column after each event. If the table has
+    fewer than ``min_events`` events, the last column is repeated.
     """
     freed = table[np.isfinite(table["freed_at"])]
     last = table["allocated_at"].max()
@@ -261,7 +261,7 @@ def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> 
 
 
 def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
-    """Return the columns of the allocation just before an event; empty values if that was a free."""
+    """Return the columns of the allocation just before an event; they are empty if a free was before it."""
     allocated = table[table["allocated_at"] == event - 1]
     if allocated.empty:
         return {"layer": float("nan"), "region": "", "line": "", "allocation_gib": 0.0}
@@ -277,7 +277,8 @@ def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
 def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
     """Return the live memory by kind after each event of the step, in GiB, with ``mode``, ``event`` and ``phase``.
 
-    A longer step is reduced to :data:`MAX_POINTS` rows: the lowest and the highest event of each stretch.
+    A step with more than :data:`MAX_POINTS` events is divided into stretches, of which only the lowest and the
+    highest events are returned.
     """
     last = _ends(recording)[-1]
     live = live_bytes(table)[:, : last + 1]
@@ -314,7 +315,7 @@ def group_tensors(
     Args:
         what: the value of the column ``what``.
         table: one row per tensor, with ``line``, ``region``, ``tensor`` and ``size`` (bytes).
-        order: the columns to sort by: those of the table, ``count``, and ``sum`` (size times count).
+        order: the columns to sort by: columns of the table, ``count``, or ``sum`` (size times count).
     """
     groups = table.groupby(TENSOR, sort=False).size().reset_index(name="count")
     groups["sum"] = groups["size"] * groups["count"]
@@ -329,7 +330,7 @@ def group_tensors(
 
 
 def source_line(line: str) -> str:
-    """Return the text of a line of this package, such as "stepscope/model/transformer.py:103", or else ""."""
+    """Return the source text of a line such as "stepscope/model/transformer.py:103"; "" outside this package."""
     path, _, number = line.rpartition(":")
     if not path.startswith(f"{PACKAGE.name}/"):
         return ""
@@ -340,7 +341,7 @@ def source_line(line: str) -> str:
 def model_line() -> tuple[str, str]:
     """Return the model's innermost running line as "path:line", and the line's region.
 
-    The region is that of the nearest ``@region`` above the line, or "" if there is none.
+    The region is the name in the nearest ``@region`` above the line, or "" if there is none.
     """
     model = str(transformer.__file__)
     stack = walk_stack(sys._getframe())
@@ -406,7 +407,7 @@ def kept_files(
     recordings: Sequence[MemoryHistory],
     folder: Path,
 ) -> list[Path]:
-    """If the configuration asks for it, write the last recorded mode's snapshot to a folder; return its path."""
+    """Write the last mode's snapshot to a folder if the configuration asks for it; return the written paths."""
     if not (config.save_snapshot and recordings and recordings[-1].snapshot):
         return []
     path = folder / "snapshot.pickle"

@@ -1,10 +1,10 @@
 """Nested activation checkpoints: policies for N blocks, the memory that they keep, and how often blocks run.
 
-A policy is a list of parts. A part that is a number is a block, which runs and saves the tensors for its
-backward. A part that is a list is a checkpoint: a policy of which forward keeps only the input. For example,
+A policy is a list of parts. A part that is a number is a block, which runs and saves tensors for its backward. A
+part that is a list is a checkpoint: it is itself a policy, and forward keeps only its input. For example,
 ``[[0, 1], [2, 3]]`` has two checkpoints of two blocks, and ``[[[0], [1]], [[2], [3]]]`` halves four blocks twice.
 When backward reaches a checkpoint, it runs the checkpoint's parts again, and keeps the inputs of nested
-checkpoints until it reaches these.
+checkpoints until it reaches them.
 
 With one level, √N checkpoints of √N blocks keep O(√N) memory and cost one more forward pass. Recursive halving
 keeps O(log N) memory and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free,
@@ -81,7 +81,7 @@ def _reruns(policy: Policy) -> int:
             continue
         runs += length(part) + _reruns(part)
         last = part[-1]
-        if not isinstance(last, int):  # of a checkpoint at the end, only the input is needed
+        if not isinstance(last, int):  # only the input of a final checkpoint is needed, so it isn't run
             runs -= length(last)
     return runs
 
@@ -92,13 +92,13 @@ def saved_bytes(
     block_bytes: int,
     held_bytes: int | None = None,
 ) -> int:
-    """Return the highest number of bytes that are kept at once.
+    """Return the maximum number of bytes that are kept at the same time.
 
     Args:
         policy: the policy to follow.
         input_bytes: the bytes of a checkpoint's input.
         block_bytes: the bytes that a block saves for its backward.
-        held_bytes: the bytes kept already, including the policy's input; by default, only this input.
+        held_bytes: the bytes that are already kept, including the policy's input; by default, only this input.
     """
     total = input_bytes if held_bytes is None else held_bytes
     highest = 0

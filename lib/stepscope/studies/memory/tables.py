@@ -34,7 +34,8 @@ CONFIG = (
 )
 TENSOR_GROUPS = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": text_column(*STATUSES), "reason": text_column()}
-# The kinds that are known at every event. The memory lost to the allocator's rounding is known only at peaks.
+# The kinds whose memory is known at every event. The memory lost to the allocator's rounding is known only at
+# peaks.
 LIVE = [kind for kind in KINDS if kind != "rounding"]
 
 
@@ -132,12 +133,13 @@ def checkpoint_rows(
     block_runs: Mapping[Any, int],
     blocks: int,
 ) -> pd.DataFrame:
-    """Return the rows of ``checkpoints`` for one model, one per case (checkpoint policy, mode).
+    """Return the rows of ``checkpoints`` for one model, with one row per case (checkpoint policy and mode).
 
     Args:
         times, readings: as in :class:`stepscope.measure.Results`.
-        expected: by case, values of additional columns, such as the predicted peak.
-        block_runs: by case, how often blocks ran forward in one step; only for cases with a complete step.
+        expected: values of additional columns by case, such as the predicted peak.
+        block_runs: the number of times that blocks ran forward in one step, by case; only for cases with a
+            complete step.
         blocks: the number of the model's blocks.
     """
     rows = times[times["phase"] == TOTAL].copy()
@@ -169,8 +171,8 @@ def run_tables(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.
 def largest_baseline(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the largest size's fp32 baseline at context length 512.
 
-    The baseline has naive attention and PyTorch's default AdamW. A frame without such rows, for example from a
-    notebook's only run, is returned unchanged.
+    The baseline has naive attention and PyTorch's default AdamW. If a frame has no such rows, for example because
+    it is from a single run, it is returned unchanged.
     """
     is_baseline = (
         (frame["precision"] == "fp32")
@@ -248,7 +250,7 @@ def one_level(tables: Tables) -> pd.DataFrame:
 
 
 def nested(tables: Tables) -> pd.DataFrame:
-    """Return the rows of nested checkpoints, with the memory that each needs beyond weights and gradients.
+    """Return the rows of nested checkpoints, with the memory that each policy needs beyond weights and gradients.
 
     Raises:
         LookupError: no run measured nested checkpoints.

@@ -1,13 +1,13 @@
-"""Number formats: functions for the notebook's experiments.
+"""Functions for the notebook's experiments on number formats.
 
 The results of all experiments are rows of one long table, with the columns :data:`COLUMNS`. ``case`` is the format
-or the variant, and ``at`` is the position on the experiment's axis (a scale or a step; 0 if there is no axis). A
+or the variant, and ``at`` is the position on the experiment's axis (a scale or a step; 0 if there is no axis). The
 result is a number (``value``) or the name of a type (``dtype``). Some experiments and their quantities:
 
 * ``norm error``: the median relative error; a value that is inf or NaN has an error of 1.
 * ``norm lost``: the share of values that are inf, NaN or wrongly 0.
-* ``gradients``: ``zero`` is the share of elements that are 0, but not 0 in fp32. ``norm off`` and ``loss off`` are
-  the relative errors of the norm and the loss, compared with fp32.
+* ``gradients``: ``zero`` is the share of elements that are 0 in this format but not in fp32. ``norm off`` and
+  ``loss off`` are the relative errors of the gradient norm and the loss, compared with fp32.
 """
 
 from collections.abc import Sequence

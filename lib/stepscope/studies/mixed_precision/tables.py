@@ -54,7 +54,7 @@ def pivoted(tables: Tables, experiment: str, column: str = "value") -> pd.DataFr
 
 
 def loss_shift(tables: Tables) -> pd.Series:
-    """Return each curve's mean distance from fp32's first curve, over the last quarter of the steps."""
+    """Return the mean distance between each curve and the first fp32 curve, over the last quarter of the steps."""
     curves = numbers(tables, "training").pivot(index="at", columns="case", values="value")
     curves = curves.tail(len(curves) // 4)
     fp32 = curves.pop("fp32, seed 0")
@@ -126,15 +126,15 @@ def reading(times: pd.DataFrame, device: str) -> str:
     steps = times[is_total].set_index("precision")
     bf16 = steps.loc["bf16"]
     if bf16["status"] != "ok":
-        return f"In bf16 a full step does not run here: {bf16['reason']}."
-    summary = f"In bf16 a full step takes {number(bf16['wall_ms'], 'ms')}"
+        return f"In bf16, a full step does not run here: {bf16['reason']}."
+    summary = f"In bf16, a full step takes {number(bf16['wall_ms'], 'ms')}"
     if device == "cuda" and pd.notna(bf16["gpu_ms"]):
         is_launch_bound = launch_bound(bf16["busy"], bf16["enqueue_ms"], bf16["gpu_ms"])
         bound = "launch" if is_launch_bound else "GPU"
-        summary += f" and its kernels need {number(bf16['gpu_ms'], 'ms')}: it is {bound}-bound"
+        summary += f" and its kernels take {number(bf16['gpu_ms'], 'ms')}: it is {bound}-bound"
     summary += "."
     if "fp32" not in steps.index or steps.loc["fp32", "status"] != "ok":
         return summary
     fp32 = steps.loc["fp32"]
     speedup = number(fp32["wall_ms"] / bf16["wall_ms"], "x")
-    return f"{summary} In fp32 it takes {number(fp32['wall_ms'], 'ms')}: bf16 has {speedup} its speed."
+    return f"{summary} In fp32, it takes {number(fp32['wall_ms'], 'ms')}, so bf16 has {speedup} the speed of fp32."

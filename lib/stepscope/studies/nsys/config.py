@@ -10,7 +10,7 @@ class Config(StepConfig):
 
     study: Literal["nsys"] = "nsys"
     mode: Literal["all"] = "all"
-    compile: Literal["none"] = "none"  # module ranges would change what is compiled
-    # Fixed, because the profiled process chooses its number of steps by their duration.
+    compile: Literal["none"] = "none"  # ranges around modules would change what is compiled
+    # These numbers are fixed, because the profiled process chooses the number of steps by their duration.
     warmup_steps: Literal[5] = 5
     timed_steps: Literal[10] = 10

@@ -1,4 +1,4 @@
-"""Figures of the profiling study: kernel categories by phase, and a timeline of launches and kernels."""
+"""The profiling study's figures: kernel categories by phase, and a timeline of launches and kernels."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -20,11 +20,11 @@ COLORS = {
     "copy and cast": style.ORANGE,
     "reduction and norm": style.RED,
 }
-ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # the lanes' names by mode
+ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # names of lanes, by mode
 
 
 def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
-    """Draw one bar per row, and print the share of each part that is at least ``least``."""
+    """Draw one bar per row; label each part whose share is greater than ``least`` with its share."""
 
     def label(name: str, row: int) -> str:
         return number(shares[name].iloc[row], "%")
@@ -63,10 +63,10 @@ def lanes(
     label: str = "Forward",
     on_cpu: bool = False,
 ) -> Figure | None:
-    """Draw one millisecond of forward: CPU launches, GPU kernels, and the kernels of forward as a CUDA graph.
+    """Draw one millisecond of forward: CPU launches, GPU kernels, and GPU kernels if forward is a CUDA graph.
 
     Args:
-        timeline: the table of one run. The result is None if it has no forward.
+        timeline: the table of one run; the result is None if the table doesn't contain forward.
         label: the run's name in the title.
         on_cpu: whether the operations are a CPU's operators.
     """
@@ -149,7 +149,7 @@ def _spans_us(rows: pd.DataFrame, start: str, duration: str) -> list[tuple[float
 
 
 def _is_launch_bound(operations: pd.DataFrame) -> bool:
-    """Return whether these operations are launch-bound: the CPU took longer to launch than the GPU to run them."""
+    """Return whether operations are launch-bound: the CPU takes longer to launch them than the GPU to run them."""
     launch_ends = operations["launch_ns"] + operations["launch_duration_ns"]
     launch_ns = launch_ends.max() - operations["launch_ns"].min()
     starts = operations["start_ns"].to_numpy()

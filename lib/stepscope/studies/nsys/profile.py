@@ -2,7 +2,7 @@
 
     profile = profile_with_nsys(ranged, config)
     profile.operations   one step of each mode: count and time by phase, region, kernel category and kernel
-    profile.clocks       all other steps: wall time, enqueue time, GPU time
+    profile.clocks       all other steps: wall time, enqueue time and GPU time
     profile.timeline     two milliseconds from the middle of forward, also replayed as a CUDA graph
     profile.events       every operation of one step of forward and of the full step
 
@@ -45,11 +45,11 @@ NSYS_OPTIONS = [
     "--capture-range-end=repeat:1",
 ]
 IMPORTS = "import torch\n\nfrom stepscope.model.ranges import nvtx_range\n\n\n"
-# Reports with nsys's own sums, and the kinds of operations in each sum.
+# nsys reports that contain sums, and the kinds of operations that each report sums.
 NSYS_SUMS = {"cuda_gpu_kern_sum": ["kernel"], "cuda_gpu_mem_time_sum": ["memcpy", "memset"]}
 REPORTS = (*NSYS_SUMS, "cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_kern_sum")
-# Names for operations outside all regions, by phase. In backward, these are autograd's own sums of the gradients
-# of tensors that are used twice.
+# Names for operations outside all regions, by phase. In backward, autograd adds the gradients of a tensor that is
+# used twice.
 DEFAULT_REGIONS = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
 OPERATION = ["mode", "phase", "region", "kernel_category", "name"]
 OPERATIONS = [*OPERATION, "count", "total_ns"]
@@ -74,8 +74,8 @@ WINDOW_NS = 2_000_000
 def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profile":
     """Run ``ranged`` for every mode in a separate process, under the profiler, and read the profile.
 
-    If profiled steps take more GPU time than the wall time of unprofiled steps, or differ from each other,
-    everything is profiled again, at most twice. Readings that stay impossible are marked.
+    If the GPU time of profiled steps exceeds the wall time of unprofiled steps, or if profiled steps differ from
+    each other, everything is profiled again, at most twice. Readings that stay impossible are marked.
 
     Args:
         ranged: runs one step in NVTX ranges; its arguments are the step, the annotation and ``synchronize``.
@@ -135,12 +135,13 @@ def profile_once(ranged: Callable[..., None], config: StepConfig, folder: Path) 
 class Profile:
     """One configuration's profile.
 
-    tool: the profiler and its version.
-    modes: outcomes and unprofiled times of the modes.
-    trace: every operation of the capture.
-    ranges: the NVTX ranges.
-    totals: the number and the time of the operations, by kind.
-    reports: nsys's CSV reports by name; empty without nsys.
+    Args:
+        tool: the profiler and its version.
+        modes: outcomes and unprofiled times of the modes.
+        trace: every operation of the capture.
+        ranges: the NVTX ranges.
+        totals: the number and the time of the operations, by kind.
+        reports: nsys's CSV reports by name; empty without nsys.
     """
 
     config: StepConfig
@@ -161,7 +162,7 @@ class Profile:
 
     @cached_property
     def named_step(self) -> dict[str, int]:
-        """The index of each mode's named step, without modes that ran out of memory."""
+        """The index of the named step of each mode, except for modes that ran out of memory."""
         steps: dict[str, int] = {}
         for step, mode in enumerate(self.modes.step_modes):
             outcome = self.modes.modes[mode]
@@ -195,7 +196,7 @@ class Profile:
         """Check that no operation was lost or counted twice between the capture and the tables.
 
         Raises:
-            ConservationError: the operations, nsys's own sums, the steps or the tables don't add up.
+            ConservationError: the sums over operations, nsys's reports, steps or tables differ.
         """
         if not self.has_capture:
             return
@@ -207,13 +208,13 @@ class Profile:
             theirs = int(self.reports[report]["total_time_ns"].sum())
             if ours != theirs:
                 raise ConservationError(
-                    f"operations sum to {ours} ns, but nsys's own {report} sums to {theirs} ns"
+                    f"the operations take {ours} ns in total, but nsys's report {report} gives {theirs} ns"
                 )
         num_steps = int((self.ranges["role"] == "step").sum())
         expected_steps = len(self.modes.step_modes)
         if num_steps != expected_steps:
             raise ConservationError(
-                f"the capture holds {num_steps} steps, but expected the {expected_steps} that were run"
+                f"the capture contains {num_steps} steps, but {expected_steps} steps were run"
             )
         named = self.named_operations
         lost_ns = named["duration_ns"].sum() - self.operations["total_ns"].sum()
@@ -243,7 +244,7 @@ class Profile:
 
     @cached_property
     def complete_operations(self) -> pd.DataFrame:
-        """The operations of every step, with mode and region, but without modes that ran out of memory."""
+        """The operations of every step with mode and region, except for modes that ran out of memory."""
         mode_of_step = {step: mode for step, mode in self.mode_of_step.items() if mode in self.named_step}
         operations = self.trace[self.trace["step"].isin(mode_of_step)].copy()
         operations["mode"] = operations["step"].map(mode_of_step)
@@ -276,7 +277,7 @@ class Profile:
 
     @cached_property
     def clocks(self) -> pd.DataFrame:
-        """Every profiled step except the named ones, by phase, and every unprofiled step."""
+        """Every profiled step except the named steps, by phase, and every unprofiled step."""
         unprofiled = self._unprofiled_clocks()
         if not self.has_capture:
             return unprofiled
@@ -373,7 +374,7 @@ class Profile:
             }
             rows.append(row)
         if any(row["differs by, ns"] for row in rows):
-            raise ConservationError(f"the CSV reports and the table of operations differ: {rows}")
+            raise ConservationError(f"the CSV reports differ from the table of operations: {rows}")
         return pd.DataFrame(rows)
 
 
@@ -407,7 +408,7 @@ def cut_step(
     mode: str,
     number: int,
 ) -> pd.DataFrame:
-    """Return one step's operations from nsys's reports: those that start within the step's projection.
+    """Return one step's operations from nsys's reports: operations that start within the step's projection.
 
     nsys's projection of backward has hardly any operations, because another thread launches the kernels of
     backward. Therefore, all operations between the loss and the optimizer count as backward.

@@ -13,7 +13,7 @@ OPERATION = ("mode", "phase", "region", "kernel_category", "name")
 CLOCK = ("mode", "phase", "step", "profiled")
 LANE = ("mode", "launch_ns", "start_ns")
 DRAWN_NS = 1_000_000  # the part of the timeline that is drawn
-REPLAYED = "replayed"  # forward as a CUDA graph: a mode that only the timeline has
+REPLAYED = "replayed"  # forward as a CUDA graph; only the timeline contains this mode
 _MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
 _SIGNED_NS = pa.Column("int64", coerce=True)  # relative to the start of a window
@@ -67,7 +67,7 @@ def tables(frames: Tables) -> Tables:
 
 
 def by_category(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the time of operations in ms: one row per phase, one column per category, the largest column first.
+    """Return the time of operations in ms, with one row per phase and one column per category, largest first.
 
     The softmax of attention is a separate category (see :func:`detailed_category`).
     """

@@ -1,1 +1,1 @@
-"""The ladder on your own model: a file with a function ``build`` instead of the built-in Transformer."""
+"""The ladder on a user's model, which a function in the user's file builds."""

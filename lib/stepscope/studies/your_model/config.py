@@ -1,4 +1,4 @@
-"""Configuration of the ladder on your own model."""
+"""Configuration of the ladder on a user's model."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ Optimization = Literal[
     "bf16_moments",
 ]
 OPTIMIZATIONS: tuple[Optimization, ...] = get_args(Optimization)
-# Words that no renderer of markdown changes: letters and digits, with single separators between them.
+# Words that every markdown renderer prints unchanged: letters and digits, with single separators between them.
 WORD = r"[A-Za-z0-9]+(?:[_.+-][A-Za-z0-9]+)*"
 ARGUMENT = rf"[A-Za-z_][A-Za-z0-9_]*=-?{WORD}"
 
@@ -54,10 +54,10 @@ MEASURES = (
 
 
 class Config(RunConfig):
-    """A model that a user's file builds, from fp32 to its fastest step, one optimization at a time."""
+    """A run that optimizes the training step of a user's model, one optimization at a time, starting with fp32."""
 
     study: Literal["your_model"] = "your_model"
-    # The built-in model's fields say nothing about this one.
+    # These fields describe the built-in model, and don't apply to a user's model.
     d_model: Literal[0] = 0
     context_length: Literal[0] = 0
     batch_size: Literal[1] = 1
@@ -69,7 +69,7 @@ class Config(RunConfig):
     # Keyword arguments of the function, such as "batch=8 length=128".
     arguments: Annotated[str, Field(pattern=f"^(?:{ARGUMENT}(?: {ARGUMENT})*)?$", max_length=300)] = ""
     optimizations: list[Optimization] = Field([*OPTIMIZATIONS])  # fp32 is always measured
-    limit_s: int = Field(600, ge=1, le=86_400)  # time limit of each optimization, compiling included
+    limit_s: int = Field(600, ge=1, le=86_400)  # time limit of each optimization, including compiling
     warmup_steps: int = Field(2, ge=0, le=10**6)
 
     @property
@@ -86,7 +86,7 @@ class Config(RunConfig):
 
 
 def parse_argument(text: str) -> tuple[str, Any]:
-    """Split "batch=8" into a name and a value: a text, unless Python reads it as a number, True or False."""
+    """Split "batch=8" into a name and a value, which is a string unless Python reads it as a literal such as 8."""
     name, _, value = text.partition("=")
     with suppress(ValueError, SyntaxError):
         return name, ast.literal_eval(value)

@@ -1,4 +1,4 @@
-"""Call a function in a new process, with a time limit. Whatever happens there doesn't affect later calls."""
+"""Call a function in a new process with a time limit, so that a crash or hang doesn't affect later calls."""
 
 import functools
 import multiprocessing
@@ -15,13 +15,13 @@ import psutil
 from stepscope import StepscopeError
 from stepscope.files import one_line
 
-# A server process imports these once, and then forks a process for each call, which saves seconds per call.
+# A server process imports these modules once and then forks a process for each call, which saves seconds per call.
 PRELOADED = ["stepscope.studies.your_model.rows", "torch._dynamo", "torch._inductor.compile_fx"]
-MAX_PATH = 60  # of a folder for sockets, whose names are up to 40 bytes
+MAX_PATH = 60  # maximum length of the path of a folder for sockets, whose names have up to 40 bytes
 
 
 class ProcessFailed(StepscopeError, RuntimeError):
-    """The process ended without a result; the message says how."""
+    """An error for a process that ended without a result; the message describes how it ended."""
 
 
 def call_isolated(function: Callable[..., Any], limit_s: float, *arguments: Any) -> Any:
@@ -29,10 +29,11 @@ def call_isolated(function: Callable[..., Any], limit_s: float, *arguments: Any)
 
     Raises:
         ProcessFailed: the process was killed, crashed, or took longer than ``limit_s`` seconds.
-        Exception: the function raised a StepscopeError, which is raised here, too.
+        StepscopeError: the function raised this error in the new process.
     """
     current_process()._config.setdefault("tempdir", _short(_folder().name))  # type: ignore[attr-defined]
-    # Asking the driver whether there is a GPU would keep the processes that the server forks from using it.
+    # Otherwise, torch would ask the CUDA driver whether there is a GPU, and processes that the server forks
+    # afterwards could not use the GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -66,16 +67,16 @@ def _folder() -> TemporaryDirectory:
 
 
 def _short(path: str) -> str:
-    """Return a path for sockets, which is limited to 107 bytes: relative if it is long."""
+    """Return a folder's path, as a relative path if it is long: socket paths are limited to 107 bytes."""
     return path if len(path) < MAX_PATH else os.path.relpath(path)
 
 
 def _send(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call the function, and send its result or its error; runs in the new process."""
+    """Call the function in the new process, and send its result or its error."""
     try:
         result = function(*arguments)
     except StepscopeError as error:
         result = error
-    except Exception as error:  # noqa: BLE001  a bug of ours, or the user's code
+    except Exception as error:  # noqa: BLE001  a bug in stepscope, or an error in the user's code
         result = ProcessFailed(f"its process raised {type(error).__name__}: {one_line(error, 300)}")
     sender.send(result)

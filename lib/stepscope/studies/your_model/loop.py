@@ -6,8 +6,9 @@
     ladder.results     the model's parameters and FLOPs, and the optimizations that were kept
 
 Each optimization runs in a new process, because a failed CUDA graph, a crash or a compiler that hangs can leave a
-process unusable. An optimization is kept if its step is faster than the fastest step before it. Blocks and the
-complete model are both compiled, on top of the same optimizations, and the faster one is kept.
+process unusable. An optimization is kept if it makes the step faster than the fastest step so far. Compiling the
+blocks and compiling the complete model are alternatives: both are measured on top of the same optimizations, and
+the faster alternative is kept.
 """
 
 import math
@@ -27,7 +28,7 @@ from stepscope.studies.your_model.rows import COMPILED_CODE, FP32, Job, Outcome,
 from stepscope.studies.your_model.source import Source
 
 COMPILED = ("compiled_blocks", "compiled_model")
-# In order. The optimizations of one group are alternatives: the fastest one is kept.
+# Groups are measured in order. The optimizations of a group are alternatives, of which the fastest is kept.
 GROUPS = (
     ("tf32",),
     ("channels_last",),
@@ -38,18 +39,19 @@ GROUPS = (
     ("bf16_weights",),
     ("bf16_moments",),
 )
-NEEDS = {"bf16_moments": "bf16_weights"}  # also applied if it was measured but didn't help by itself
-MIN_SPEEDUP = 1.01  # of an optimization that helped
+# Optimizations that need another, which is then also applied if it didn't help by itself.
+NEEDS = {"bf16_moments": "bf16_weights"}
+MIN_SPEEDUP = 1.01  # minimum speedup of an optimization that is kept
 MIN_SPEEDUP_POWER_LIMITED = 1.03
 COLUMNS = ("optimization", "stack", "kept", "status", "reason", *MEASURES, "clock_reasons", "inconsistent")
 
 
 class Ladder:
-    """Measure a model.
+    """Measure a user's model after each optimization.
 
     Args:
-        source: the function that builds it.
-        folder: for compiled code and files that the processes share.
+        source: the function that builds the model.
+        folder: a folder for compiled code and for files that the processes share.
     """
 
     def __init__(self, source: Source, config: Config, folder: Path):
@@ -59,7 +61,7 @@ class Ladder:
         self.outcomes: dict[str, Outcome] = {}
         self.modules = pd.DataFrame()
         self.kept: tuple[str, ...] = ()
-        self.eager: tuple[str, ...] = ()  # those of the last step that isn't compiled
+        self.eager: tuple[str, ...] = ()  # the optimizations of the last step that isn't compiled
 
     def measure(self) -> None:
         """Measure all optimizations.
@@ -82,11 +84,11 @@ class Ladder:
         try:
             self.modules = self.call(measure_modules, "modules", self.eager)
         except StepscopeError as error:
-            print(f"no time by module: {error}")
+            print(f"could not measure the time by module: {error}")
         shutil.rmtree(self.folder / COMPILED_CODE, ignore_errors=True)
 
     def measure_group(self, names: Sequence[str], before: Outcome) -> Outcome:
-        """Measure alternatives on top of what was kept, and keep the fastest; return the fastest step so far."""
+        """Measure alternatives on top of the kept optimizations, keep the fastest, and return the fastest step."""
         best = before
         kept = self.kept
         for name in names:
@@ -97,7 +99,7 @@ class Ladder:
                 outcome = self.call(measure_row, name, stack)
             except StepscopeError as error:
                 outcome = Outcome({"status": "failed", "reason": str(error)})
-            is_timed = "wall_ms" in outcome.row  # a row may be timed, but not profiled
+            is_timed = "wall_ms" in outcome.row  # a row can have times even if profiling failed
             reason = why_dropped(outcome, before) if is_timed else outcome.row["reason"]
             if not reason and duration_ms(outcome) > duration_ms(best):
                 reason = "it helps, but its alternative is faster"
@@ -127,13 +129,13 @@ class Ladder:
             "speedup": duration_ms(self.outcomes[FP32]) / duration_ms(outcome),
         }
         if "wall_ms" in row:
-            flops = facts.get("flops") or math.nan  # no operator that the counter knows: unknown
+            flops = facts.get("flops") or math.nan  # 0 means that the counter knows none of the operators
             row["mfu"] = flops / row["wall_ms"] / 1e9 / row.get("sheet_tflops", math.nan)
         wall = number(row["wall_ms"], "ms") if "wall_ms" in row else ""
         print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
 
     def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
-        """Call a function of a job in a new process.
+        """Call a function, whose argument is a job, in a new process.
 
         Raises:
             StepscopeError: the process failed, or the model can't be built or trained.
@@ -143,7 +145,7 @@ class Ladder:
 
     @property
     def steps(self) -> pd.DataFrame:
-        """One row per optimization, in the order in which they were measured."""
+        """One row per optimization, in the order of measurement."""
         rows = [outcome.row for outcome in self.outcomes.values()]
         steps = pd.DataFrame(rows, columns=COLUMNS)
         return steps.assign(inconsistent=steps["inconsistent"].astype(object).fillna("").astype(str))
@@ -175,10 +177,11 @@ def duration_ms(outcome: Outcome) -> float:
 
 
 def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Return why an optimization isn't kept if one of the two steps waits for its launches.
+    """Return why an optimization isn't kept, or "" if it is kept, when one of the two steps is launch-bound.
 
-    Such steps repeat less well, so their wall times must differ by more. An optimization that saves GPU time is
-    kept even if the step then waits for the host, because a later CUDA graph shows the gain.
+    The wall times of launch-bound steps are less reproducible, so they must differ by more. An optimization that
+    saves GPU time is kept even if the wall time doesn't improve, because a later CUDA graph removes the launches
+    and then shows the gain.
     """
     speedup = before.get("wall_min_ms", math.nan) / row.get("wall_min_ms", math.nan)
     gpu_speedup = before.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
@@ -191,7 +194,7 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
 
 
 def why_dropped(outcome: Outcome, before: Outcome) -> str:
-    """Return why an optimization isn't kept; empty if its loss is finite and it is faster by more than noise."""
+    """Return why an optimization isn't kept, or "" if its loss is finite and it saves more time than the noise."""
     row = outcome.row
     if not math.isfinite(row.get("loss_error", 0.0)):
         return "its loss isn't finite"
@@ -199,8 +202,11 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
         return why_dropped_launch_bound(row, before.row)
     speedup = duration_ms(before) / duration_ms(outcome)
     min_speedup = MIN_SPEEDUP_POWER_LIMITED if measure.is_power_limited(row) else MIN_SPEEDUP
-    if speedup > min_speedup or math.isnan(speedup):  # if the step before doesn't fit, it has no time
+    # The speedup is NaN if the previous step ran out of memory, and therefore has no time.
+    if speedup > min_speedup or math.isnan(speedup):
         return ""
     if outcome.signature is not None and outcome.signature == before.signature:
-        return "it changes nothing: operations, loss, optimizer and launch are those of the last kept step"
+        return (
+            "it changes nothing: operations, loss, optimizer and launch are the same as in the last kept step"
+        )
     return f"no faster: {number(speedup, 'x')} the speed of the last kept step"

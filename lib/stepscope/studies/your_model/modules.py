@@ -1,4 +1,7 @@
-"""GPU time by module: forward by ranges around each module, backward by autograd's sequence numbers."""
+"""Measure GPU time by module.
+
+In forward, ranges around each module assign operations to modules; in backward, autograd's sequence numbers do.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -16,14 +19,14 @@ from stepscope.studies.your_model.subject import UserSubject
 from stepscope.traces.torch_trace import load_torch_trace
 
 WARMUPS = 2
-PREFIX = "module/"  # so that no module's range has the name of a phase
+PREFIX = "module/"  # prefix of range names, so that no module's range is named like a phase
 ELSEWHERE = "(outside of modules)"
 MODEL = "(model)"
 PHASES = ("forward", "backward", "optimizer")
 
 
 def folded_paths(model: nn.Module) -> dict[str, str]:
-    """Return a name for each module's path. Repeated layers, of one type, share a name: "layers.*.attention"."""
+    """Return a name for each module's path; repeated layers of one type share a name ("layers.*.attention")."""
     names = {"": MODEL}
     for path, _ in model.named_modules():
         parent, _, name = path.rpartition(".")
@@ -35,14 +38,17 @@ def folded_paths(model: nn.Module) -> dict[str, str]:
 
 
 def time_by_module(subject: UserSubject, device: str) -> pd.DataFrame:
-    """Profile an eager step; return a row per module, whose times add up to the step's; the longest first.
+    """Profile an eager step; return one row per module, with the longest total time first.
 
-    A module's time doesn't include that of the modules inside it. Repeated layers share a row.
+    A module's time excludes the modules inside it, so the times add up to the step's time. Repeated layers share a
+    row.
 
     Returns:
-        module: its folded path; ELSEWHERE for the loss function and the optimizer.
-        type, modules: the type's name, and the number of modules in the row.
-        forward_ms, backward_ms, optimizer_ms, total_ms: sums of the durations of kernels.
+        A table with these columns:
+
+        * ``module``: the module's folded path; ELSEWHERE for the loss function and the optimizer;
+        * ``type``, ``modules``: the name of the module's type, and the number of modules in the row;
+        * ``forward_ms``, ``backward_ms``, ``optimizer_ms``, ``total_ms``: sums of the durations of kernels.
     """
     names = folded_paths(subject.model)
     ranges.use_ranges(ranges.ProfilerRanges())

@@ -1,4 +1,4 @@
-"""Measure one row of the ladder, or the time by module, in this process, which then ends."""
+"""Measure one row of the ladder, or the time by module, in a process that ends afterwards."""
 
 import os
 from dataclasses import dataclass
@@ -19,16 +19,18 @@ from stepscope.studies.your_model.source import ModelError, Source, reseed, user
 from stepscope.studies.your_model.subject import UserSubject, examine, make_subject
 
 FP32 = "fp32"
-COMPILED_CODE = "compiled"  # a subfolder of the job's
-SMALL = 10**6  # parameters below which a CPU's threads take longer to synchronize than to compute
+COMPILED_CODE = "compiled"  # a subfolder of the job's folder
+SMALL = 10**6  # with fewer parameters, CPU threads take longer to synchronize than to compute
 
 
 @dataclass
 class Job:
     """What a process measures: a model with some optimizations.
 
-    name: of the row, which needs the last optimization of the stack.
-    folder: for compiled code and fp32's gradients, which the processes share.
+    Args:
+        folder: a folder that the processes share, for compiled code and the gradients of the fp32 step.
+        name: the name of the row.
+        stack: the optimizations to apply; the row fails if the last optimization doesn't apply.
     """
 
     source: Source
@@ -46,7 +48,7 @@ class Job:
         return self.folder / "fp32.pt"
 
     def build(self, batch_size: int = 1) -> UserSubject:
-        """Build the subject without optimizations. The user's batch counts as one."""
+        """Build the subject without optimizations; ``batch_size`` is unused: the user's code makes the batch."""
         config = self.config
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / COMPILED_CODE / "inductor")
         os.environ["TRITON_CACHE_DIR"] = str(self.folder / COMPILED_CODE / "triton")
@@ -57,7 +59,7 @@ class Job:
             import torch._inductor.config as inductor  # imported lazily: it loads the compiler
 
             torch.set_num_threads(1)
-            inductor.compile_threads = 1  # because starting workers takes longer than compiling
+            inductor.compile_threads = 1  # starting compile workers would take longer than compiling
         return subject
 
 
@@ -65,10 +67,11 @@ class Job:
 class Outcome:
     """The result of a job.
 
-    row: of the table of steps.
-    kernels: of the profiled step; None if it wasn't profiled.
-    signature: a step with the same signature does the same work; None if that is unknown.
-    facts: of the model, from fp32.
+    Args:
+        row: a row of the table of steps.
+        kernels: the kernels of the profiled step; None if the step wasn't profiled.
+        signature: equal for steps that do the same work; None if unknown.
+        facts: facts about the model, only from the fp32 row.
     """
 
     row: dict[str, Any]
@@ -90,7 +93,8 @@ class RowLoop(Loop):
     def prepare(self, case: Case) -> TrainedSubject:
         subject = super().prepare(case)
         if "bf16_weights" in self.job.stack and 1 in self.fp32_gradients:
-            # In a CUDA graph, MasterAdamW updates all of its parameters. It leaves out the frozen ones.
+            # In a CUDA graph, MasterAdamW updates all parameters except frozen parameters, so parameters without a
+            # gradient are frozen.
             _, gradients = self.fp32_gradients[1]
             for name, parameter in subject.parameters.items():
                 parameter.requires_grad_(name in gradients)
@@ -121,7 +125,7 @@ class RowLoop(Loop):
             raise
         except Exception as error:  # noqa: BLE001  the user's code raises anything
             if case.row.get("status", "ok") != "ok" or case.row.get("reason"):
-                return  # the first error is the cause; after a CUDA error, everything raises
+                return  # keep the first error, which is the cause; after a CUDA error, every call raises
             reason = self.reason_of(error)
             is_timed = "wall_ms" in case.row
             case.row |= (
@@ -129,9 +133,9 @@ class RowLoop(Loop):
             )
 
     def reason_of(self, error: BaseException) -> str:
-        if isinstance(error, Unsupported):  # the message of the transform itself
+        if isinstance(error, Unsupported):  # the transform's message is already complete
             return str(error)
-        # The first error, because ending a failed capture fails as well, but doesn't say why.
+        # Report the first error: ending a failed graph capture raises another error that doesn't name the cause.
         first = error
         while first.__context__ is not None and not first.__suppress_context__:
             first = first.__context__
@@ -144,7 +148,7 @@ class RowLoop(Loop):
             self.facts = examine(subject)
         else:
             self.compile_s[case.program] = self.time_first_call(subject)
-        reseed(self.config.seed)  # for models that skip layers or change images at random
+        reseed(self.config.seed)  # some models skip layers or augment images at random
         super().first_step(case, subject)
         if is_fp32:
             torch.save(self.fp32_gradients[1], self.job.gradients)
@@ -155,9 +159,9 @@ class RowLoop(Loop):
         case.numbers = loss, optimizer.__name__, moments, launch.__name__, layouts
 
     def time_first_call(self, subject: UserSubject) -> float:
-        """Return how many seconds the first call takes, with dropout as in the timed steps.
+        """Return the seconds that the first call takes, with dropout on, as in the timed steps.
 
-        With dropout off, as for the numerics, other code is compiled.
+        The comparison with fp32 turns dropout off, for which different code is compiled.
         """
         start = default_timer()
         subject.gradients()
@@ -166,7 +170,7 @@ class RowLoop(Loop):
 
 
 def measure_row(job: Job) -> Outcome:
-    """Measure the row of a job.
+    """Measure a job's row.
 
     Raises:
         ModelError: the model can't be built or trained.
@@ -175,7 +179,7 @@ def measure_row(job: Job) -> Outcome:
 
 
 def measure_modules(job: Job) -> pd.DataFrame:
-    """Return the time by module of a job's eager step, see :func:`time_by_module`."""
+    """Return the time by module of a job's eager step; see :func:`time_by_module`."""
     subject = job.build()
     apply(job.transforms, subject)
     subject.find_parameters()

@@ -1,7 +1,7 @@
 """Find the function that builds a user's model, import its file, and call it.
 
-Only :func:`build` runs the user's code; :func:`find` reads the file's text. Whatever is wrong with the file, the
-function or what it returns is a :class:`ModelError`, whose message is one sentence.
+Only :func:`build` runs the user's code; :func:`find` only reads the file's text. Any problem with the file, the
+function or its return value raises a :class:`ModelError`, whose message is one sentence.
 """
 
 import hashlib
@@ -28,17 +28,19 @@ from stepscope.config import truncated_repr
 from stepscope.measure.oom import error_text
 from stepscope.model.training_step import is_out_of_memory
 
-# An environment variable: the model of a run, as given on the command line. The record doesn't contain the path.
+# The environment variable that names a run's model, as on the command line. Records must not contain the path.
 MODEL = "STEPSCOPE_MODEL"
 EXPECTED = "(model, batch) or (model, batch, loss), where batch is a dict of the model's arguments"
-# Files of these folders aren't the user's. Python's own folder may contain that of installed packages.
+# Files in these folders aren't the user's. (Python's own folder isn't listed, because it may contain the folder of
+# installed packages.)
 LIBRARIES = (str(PACKAGE), str(Path(torch.__file__).parent), "<")
-COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # variables: folders of generated code
+# Environment variables that name the folders of generated code.
+COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 PYTHON = sysconfig.get_path("stdlib")
 
 
 class ModelError(StepscopeError, ValueError):
-    """A model that can't be measured. ``trace`` is the traceback of the user's code, or empty."""
+    """An error for a model that can't be measured; ``trace`` is the traceback of the user's code, or ""."""
 
     def __init__(self, message: str, trace: str = ""):
         super().__init__(message)
@@ -49,10 +51,14 @@ class ModelError(StepscopeError, ValueError):
 class Source:
     """The function that builds a model.
 
-    place: as :func:`find` takes it, from any folder.
-    path, root, module: its file, the folder to import from, and the module's name there.
-    name: what the record calls it, "mine:build".
-    digest: of the file's text.
+    Args:
+        place: a name of the function that :func:`find` accepts in any current directory.
+        path: the file that defines the function.
+        root: the folder from which the file's module is imported.
+        module: the module's name.
+        function: the function's name.
+        name: the name in records, such as "mine:build".
+        digest: a digest of the file's text.
     """
 
     place: str
@@ -74,8 +80,9 @@ def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
 
     Args:
         model: "FILE.py:FUNCTION", "package.module:FUNCTION", or a function of a notebook's cell.
-        folder: for a copy of the cell.
-        digest: of the file's text when a sweep requested this run. The sweep's environment then names the model.
+        folder: the folder for a copy of the cell.
+        digest: a digest of the file's text at the time when a sweep requested this run; an environment variable of
+            the run then names the model. "" outside of sweeps.
 
     Raises:
         ModelError: there is no such file or function, or its text has changed.
@@ -129,27 +136,27 @@ def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> t
     try:
         module = importlib.import_module(source.module)
         if not source.path.samefile(str(module.__file__)):
-            raise ModelError(f"{source.path.name} has the name of another module: rename the file")
+            raise ModelError(f"{source.path.name} has the same name as another module; rename the file")
         with torch.device(device):
             built = getattr(module, source.function)(**keywords)
     except ModelError:
         raise
     except Exception as error:  # noqa: BLE001  the user's code raises anything
         if is_out_of_memory(error):
-            raise ModelError(f"the model doesn't fit into the memory: {error_text(error)}") from None
+            raise ModelError(f"the model doesn't fit into memory: {error_text(error)}") from None
         raise raised(source.function, error) from None
     return checked(built, device)
 
 
 def reseed(seed: int) -> None:
-    """Seed every generator of random numbers that a model may use."""
+    """Seed the random number generators of Python, NumPy and PyTorch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def raised(what: str, error: BaseException) -> ModelError:
-    """Return a ModelError about an exception of the user's code, with the traceback from the user's first line."""
+    """Return a ModelError for an exception in the user's code; its traceback begins at the user's first frame."""
     frames = error.__traceback__
     while frames and not is_users(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -158,10 +165,10 @@ def raised(what: str, error: BaseException) -> ModelError:
 
 
 def checked(built: Any, device: str) -> tuple[Any, ...]:
-    """Return what ``build`` returned as (model, batch, loss or None).
+    """Check what ``build`` returned, and return it as (model, batch, loss or None).
 
     Raises:
-        ModelError: it can't be trained on this device.
+        ModelError: the model can't be trained on this device.
     """
     parts = built if isinstance(built, tuple) else (built,)
     types = [type(part) for part in parts]
@@ -174,18 +181,21 @@ def checked(built: Any, device: str) -> tuple[Any, ...]:
     for name, tensor in [*model.named_parameters(), *batch.items()]:
         if isinstance(tensor, Tensor) and tensor.device.type != device:
             raise ModelError(
-                f"{truncated_repr(name)} is on {tensor.device.type}, but expected {device}: build runs under"
-                f' torch.device("{device}"), so create it there or move it with .to("{device}")'
+                f"{truncated_repr(name)} is on {tensor.device.type}, but expected {device}; build runs under"
+                f' torch.device("{device}"), so create the tensor there or move it with .to("{device}")'
             )
     return model, batch, loss
 
 
 def user_line(error: BaseException | None) -> str:
-    """Return the innermost line of the user's code or its packages in an error's traceback, as "router.py:41: ";
-    empty if there is none."""
+    """Return the innermost location in an error's traceback that belongs to the user's code or its packages.
+
+    The format is "router.py:41: ". If there is no such location, the result is "".
+    """
     while error is not None:
         places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        places += re.findall(r'File "([^"]+)", line (\d+)', str(error))  # torch.compile names it in the text
+        # torch.compile names the location only in the message.
+        places += re.findall(r'File "([^"]+)", line (\d+)', str(error))
         for file, line in reversed(places):
             if is_users(file):
                 return f"{Path(file).name}:{line}: "
@@ -194,7 +204,10 @@ def user_line(error: BaseException | None) -> str:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither Python's, PyTorch's nor ours; a package such as transformers is."""
+    """Return whether a file is user code: not part of Python, PyTorch or stepscope, and not generated.
+
+    Other installed packages, such as transformers, count as user code.
+    """
     is_pythons = file.startswith(PYTHON) and "-packages" not in file
     caches = [os.environ[name] for name in COMPILER_CACHES if os.environ.get(name)]
     is_generated = (

@@ -1,4 +1,4 @@
-"""A user's model as a subject of the ladder's transforms, and facts about its fp32 step."""
+"""Make a user's model a subject for the ladder's transforms, and collect facts about its fp32 step."""
 
 import inspect
 import math
@@ -19,7 +19,7 @@ from stepscope.optimizations.any_model import default_adamw
 from stepscope.optimizations.transforms import TrainedSubject
 from stepscope.studies.your_model.source import ModelError, Source, build, is_users, raised
 
-# Operators that wait for the GPU, because the CPU needs their result or its shape.
+# Operators that wait for the GPU, because the CPU needs their result or the result's shape.
 SYNCHRONIZING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
 
@@ -28,8 +28,8 @@ class UserSubject(TrainedSubject):
 
     def load(self, seed: int) -> None:
         torch.set_float32_matmul_precision(self.matmul_precision)
-        # PyTorch lets convolutions use TF32 by default, but the fp32 row should be fp32. The public flag can't be
-        # set once a model's code has imported torch.testing._internal.
+        # By default, PyTorch lets convolutions use TF32, but the fp32 row must use fp32. We don't use the public
+        # flag, because it can't be set once a model's code has imported torch.testing._internal.
         torch._C._set_cudnn_allow_tf32(self.matmul_precision != "highest")
         self.optimizer = self.make_optimizer(self.model)
         self.batch = self.make_batch()
@@ -58,7 +58,7 @@ def make_subject(source: Source, keywords: dict[str, Any], device: str, seed: in
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the loss of a model that computes it: its output, or the output's entry or attribute ``loss``."""
+    """Return the loss that a model computes itself: its output, or the output's entry or attribute ``loss``."""
     output = model(**batch)
     if isinstance(output, Mapping):
         return output.get("loss")
@@ -66,7 +66,7 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def given_loss(loss: Any, names: list[str], model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return ``loss(output, batch)`` of a model that takes these entries of the batch."""
+    """Run the model on the named entries of the batch, and return ``loss(output, batch)``."""
     return loss(model(**{name: batch[name] for name in names}), batch)
 
 
@@ -79,7 +79,7 @@ def accepted(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set every dropout rate of a model to 0 for the block.
+    """Set every dropout rate of a model to 0 within the context.
 
     A rate is a float attribute with "drop" in its name, or the attribute ``p`` of a module with "drop" or
     "StochasticDepth" in its type's name.
@@ -101,7 +101,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def _grouped_matmul_flops(a, b, *_, out_shape=None, **options) -> int:
-    """Return the FLOPs of a grouped matmul, such as a mixture of experts, from the shapes of its inputs."""
+    """Return the FLOPs of a grouped matmul, as in a mixture of experts, from the shapes of its inputs."""
     groups = a[0] if len(a) == len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
@@ -109,7 +109,8 @@ def _grouped_matmul_flops(a, b, *_, out_shape=None, **options) -> int:
 def _recurrent_flops(x, weights, second_weight, *_, **options) -> int:
     """Return the FLOPs of an LSTM, GRU or RNN from the shapes of its inputs: each matrix multiplies each token.
 
-    cuDNN gets all weights of all layers as a list, and oneDNN the two matrices of one layer.
+    cuDNN's operator takes the weights of all layers as a list, and oneDNN's operator takes the two matrices of one
+    layer.
     """
     shapes = weights if isinstance(weights, list) else [weights, second_weight]
     return 2 * math.prod(x[:-1]) * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
@@ -129,7 +130,7 @@ FLOPS = {
         "mkldnn_rnn_layer": _recurrent_flops,
         "mkldnn_rnn_layer_backward": _recurrent_backward_flops,
     }.items()
-    if hasattr(torch.ops.aten, name)  # PyTorch's older versions lack some
+    if hasattr(torch.ops.aten, name)  # older PyTorch versions lack some of these operators
 }
 
 
@@ -137,9 +138,9 @@ def examine(subject: UserSubject) -> dict[str, Any]:
     """Run forward and backward once, check the loss and the gradients, and return facts for the record.
 
     Returns:
-        parameters: their number.
-        flops: of forward and backward, as ``torch.utils.flop_counter`` counts them.
-        synchronizing: lines of the user's code that wait for the GPU, such as "router.py:41".
+        A dict with ``parameters`` (their number), ``flops`` (of forward and backward, as counted by
+        ``torch.utils.flop_counter``) and ``synchronizing`` (lines of the user's code that wait for the GPU, such
+        as "router.py:41").
 
     Raises:
         ModelError: the step raises, the loss isn't a scalar, or no parameter gets a gradient.
@@ -172,13 +173,13 @@ def examine(subject: UserSubject) -> dict[str, Any]:
 
 
 class SynchronizationWatch(TorchDispatchMode):
-    """Collects the lines of the user's code whose operators would wait for a GPU. It works on a CPU, too.
+    """Collect the lines of the user's code whose operators wait for a GPU, or would wait if the model is on a CPU.
 
     Args:
-        device: the type of the model's device; tensors elsewhere can be read without waiting.
+        device: the type of the model's device; reading tensors on other devices doesn't count as waiting.
     """
 
-    supports_higher_order_operators = True  # such as FlexAttention's
+    supports_higher_order_operators = True  # FlexAttention uses one
 
     def __init__(self, device: str) -> None:
         super().__init__()

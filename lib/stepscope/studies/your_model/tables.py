@@ -1,4 +1,4 @@
-"""The tables of a run: the schemas of its files."""
+"""The your_model study's tables: the schemas of a run's files."""
 
 from stepscope.report.schemas import LATER, STATUSES, number_column, table_schema, text_column
 from stepscope.studies.your_model.config import MEASURES, OPTIMIZATIONS
