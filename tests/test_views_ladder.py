@@ -518,3 +518,9 @@ def test_cpu_run_views_omit_only_gpu_measurements():
     assert not steps.power_limited.any()
     assert steps.thousand_tokens_j.isna().all()
     assert steps.speedup.notna().any()
+
+
+def test_step_is_power_limited_by_its_power_if_the_driver_reports_no_reasons():
+    steps = TABLES["ladder.steps"].assign(clock_reasons=None)
+    views = Views(TABLES | {"ladder.steps": steps})["steps"]
+    assert (views.power_limited == (views.power_w > 0.95 * 700)).all() and views.power_limited.nunique() == 2

@@ -23,6 +23,7 @@ KEY = [*CASE, "optimization"]
 FIRST, LAST = LADDER_OPTIMIZATIONS[0], LADDER_OPTIMIZATIONS[-1]
 GRAPH = "cuda_graph"  # its speedup is in wall time, because it removes launches but no kernels
 POWER_CAP = "power cap"  # the reason that NVML gives if the power limit lowers the clock
+AT_LIMIT = 0.95  # share of the power limit, averaged over the timed steps
 SMOOTHED_STEPS = 10  # length of the moving average; the loss fluctuates from step to step
 FINAL_STEPS = 50  # steps at the end of a training run, over which the final distance is averaged
 NAMES = {
@@ -187,7 +188,8 @@ def steps(data: Views) -> pd.DataFrame:
     * ``launch_bound``: when steps run back to back, the CPU takes longer to enqueue a step than the GPU takes to
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
       number of kernels.
-    * ``power_limited``: NVML names the power cap as a reason for a lowered clock.
+    * ``power_limited``: NVML names the power cap as a reason for a lowered clock. Where the
+      driver reports no reasons, the GPU draws over 95% of its power limit.
     * ``inconsistent``: for a power-limited step whose profiled steps differ by more than 3%, a description of the
       difference; otherwise empty.
     * ``mean_...`` and costs per token: costs are sums over steps, so they are computed from the mean step time,
@@ -252,6 +254,7 @@ def _measured(data: Views) -> pd.DataFrame:
     achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
     # The reasons are missing on a CPU, and in records of version 0.2.
     reasons = rows.get("clock_reasons", pd.Series(None, rows.index)).astype("str")
+    is_at_limit = rows.power_w > AT_LIMIT * rows.power_limit_w
     # Records contain times at the rates that the run measured; the view uses the GPU's best rates over all runs.
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
@@ -267,7 +270,7 @@ def _measured(data: Views) -> pd.DataFrame:
         launch_bound=launch_bound,
         best_ms=best_ms,
         launch_us=best_ms / rows.operations * 1e3,
-        power_limited=reasons.str.contains(POWER_CAP, na=False),
+        power_limited=reasons.str.contains(POWER_CAP).where(reasons.notna(), is_at_limit).astype(bool),
         clock_reasons=reasons,
         mean_ms=mean_ms,
         mean_tokens_per_s=tokens / mean_ms * 1e3,
