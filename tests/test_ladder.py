@@ -555,7 +555,7 @@ def test_gradient_error_weights_sampled_gradients_by_parameter_size(monkeypatch)
     assert errors == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
 
 
-def test_trained_gradients_are_compared_when_fp8_is_measured(config, notebook, uncompiled, monkeypatch):
+def test_gradients_after_training_are_compared_when_fp8_is_measured(config, notebook, uncompiled, monkeypatch):
     monkeypatch.setattr("stepscope.optimizations.fp8.has_fp8", lambda device: True)
     monkeypatch.setitem(notebook.fp8.__globals__, "has_fp8", lambda device: True)
     monkeypatch.setattr("stepscope.studies.ladder.loop.TRAINED_STEPS", 3)

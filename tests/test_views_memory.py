@@ -217,7 +217,7 @@ def test_memory_savings_compare_configurations_differing_in_one_change():
     assert_same(by_step(VIEWS["memory_savings"], "change"), pairs)
 
 
-def test_predictions_match_the_records_and_sum_over_kinds():
+def test_predictions_match_the_records_and_equal_the_sum_of_their_kinds():
     recorded = {key[: len(STEP)]: row for key, row in PEAKS.items() if key[len(STEP) :] == ("step", "total")}
     view = by_step(VIEWS["predictions"])
     compared = view.keys() & recorded.keys()

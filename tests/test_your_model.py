@@ -380,7 +380,7 @@ def test_master_adamw_gets_only_parameters_with_a_gradient(measured):
     assert subject.model.a.weight.dtype == torch.bfloat16 and subject.model.b.weight.dtype == torch.float32
 
 
-def test_timed_steps_compile_nothing_after_the_numerics_check_without_dropout(measured, monkeypatch):
+def test_numerics_check_without_dropout_leaves_nothing_to_compile_in_timed_steps(measured, monkeypatch):
     """Dynamo compiles a model with and without dropout separately; both must happen before the steps are timed."""
     graphs = torch._dynamo.utils.counters["stats"]
     compiled = []

@@ -334,7 +334,7 @@ class Device:
         is_busier_after = busy_after > STARTUP_BUSY_RATIO * busy_before
         is_candidate = is_busier_after & (elapsed_ns[1:] > 0.5 * (end - begin))
         is_candidate[-MIN_OPS_FOR_STARTUP // 2 :] = False  # a short burst at the end isn't steady work
-        # Otsu's threshold: the time at which the two parts differ most, weighted by their lengths.
+        # Otsu's threshold: the split that makes the two parts differ most, weighted by their lengths.
         weights = elapsed_ns[1:] * remaining_ns[1:]
         separation = np.where(is_candidate, weights * (busy_after - busy_before) ** 2.0, 0)
         return float(elapsed_ns[1:][separation.argmax()]) / 1e6 if is_candidate.any() else 0.0

@@ -242,7 +242,7 @@ def _startup_line(gpu: Device, gaps: pd.DataFrame) -> Line:
         longest_ms = early["duration_ns"].max() / 1e6
         if longest_ms > 0.5 * gpu.startup_ms:
             longest = str(early["name"].loc[early["duration_ns"].idxmax()])
-            text += f"; for {number(longest_ms, 'ms')} of it {short(longest)} waits for other GPUs to arrive"
+            text += f"; {short(longest)} spends {number(longest_ms, 'ms')} of it waiting for other GPUs"
         return Line("start-up", text, {"started_ms": gpu.startup_ms})
     head = gaps[gaps["head"] & (gaps["ms"] > 0) & gaps["cause"].isin(HOST_CAUSES)]
     ms = head["ms"].sum() / len(gpu.median_indices)

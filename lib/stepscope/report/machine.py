@@ -73,7 +73,7 @@ RATES = (
     ("peak_rates", "matmul_tflops", "large fp32 matmul", "TFLOP/s"),
     ("rates", "bf16_tflops", "large bf16 matmul", "TFLOP/s"),
     ("rates", "fp8_tflops", "large FP8 matmul", "TFLOP/s"),
-    ("rates", "sustained_tflops", "bf16 matmuls for a second, sustained", "TFLOP/s"),
+    ("rates", "sustained_tflops", "bf16 matmuls, sustained for a second", "TFLOP/s"),
     ("rates", "sustained_clock_mhz", "SM clock during these matmuls", "MHz"),
     ("rates", "power_limit_w", "power limit", "W"),
     ("peak_rates", "copy_tb_per_s", "large copy", "TB/s"),

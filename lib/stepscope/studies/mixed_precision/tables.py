@@ -107,7 +107,7 @@ def _format_scales(scales: pd.Index) -> str:
 def gradients(tables: Tables) -> pd.DataFrame:
     results = pivoted(tables, "gradients").rename_axis(index="gradients in", columns=None)
     headings = {
-        "zero": "share that becomes 0, %",
+        "zero": "values that become 0, %",
         "norm off": "norm off by, %",
         "loss off": "loss off by, %",
     }
