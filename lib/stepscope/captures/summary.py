@@ -70,8 +70,8 @@ def profile(
         from_ms, to_ms: as in ``Capture.between``.
 
     Raises:
-        TraceError: the capture can't be read, or lacks this GPU, step or phase.
-        OSError: the CSV can't be written.
+        TraceError: If the capture can't be read, or lacks this GPU, step or phase.
+        OSError: If the CSV can't be written.
     """
     capture = load_capture_or_sums(path, step, phases)
     if isinstance(capture, Capture) and (from_ms is not None or to_ms is not None):
@@ -116,7 +116,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
     """Parse options such as "forward=NAME" into phases by range name or pattern; return None without options.
 
     Raises:
-        TraceError: an option doesn't have the form PHASE=NAME.
+        TraceError: If an option doesn't have the form PHASE=NAME.
     """
     phases = {}
     for text in options:

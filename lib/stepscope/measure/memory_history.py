@@ -214,7 +214,7 @@ def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> 
     """Record a step, after warm-up steps that create the optimizer's state and cuBLAS's workspaces.
 
     Raises:
-        torch.OutOfMemoryError: memory ran out; the message names the step.
+        torch.OutOfMemoryError: If memory runs out; the message names the step.
     """
     recorder = Recorder(subject.model)
     for index in range(config.warmup_steps):

@@ -47,7 +47,7 @@ def read_profiled_modes(folder: Path, uses_nsys: bool, output: str) -> ProfiledM
         output: the output of the process and the profiler; errors quote its end.
 
     Raises:
-        NsysError: the process failed, or the profiler wrote no file.
+        NsysError: If the process failed, or the profiler wrote no file.
     """
     last_output = output[-2000:]
     if not (folder / OUTCOME).exists():

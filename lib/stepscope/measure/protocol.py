@@ -126,7 +126,7 @@ def steps(
         extras: also measure sustained power, replays and ceilings. Without them, the tables have no rates.
 
     Raises:
-        ConfigError: a case names no known mode.
+        ConfigError: If a case names no known mode.
 
     If an error or an interrupt ends the call, the exception's attribute ``results`` has the measurements so far;
     in a notebook, read ``sys.last_value.results``.

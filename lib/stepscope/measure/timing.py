@@ -179,7 +179,7 @@ def time_steps(
         One row per step and phase, and one for the step's total, with the columns :data:`SAMPLE_COLUMNS`.
 
     Raises:
-        torch.OutOfMemoryError: memory ran out; the message names the step.
+        torch.OutOfMemoryError: If memory runs out; the message names the step.
     """
     phases = Phases(device)
     timed_ms = 0.0

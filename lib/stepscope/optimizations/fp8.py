@@ -157,7 +157,7 @@ class Fp8Linear(nn.Linear):
     MasterAdamW writes the weight. Before that, the scale is NaN, and so is the output.
 
     Raises:
-        TypeError: the weight is not bf16 in forward, because MasterAdamW has not been created yet.
+        TypeError: If the weight is not bf16 in forward, because MasterAdamW has not been created yet.
     """
 
     weight_scale: Tensor

@@ -128,9 +128,9 @@ class MasterAdamW(torch.optim.Optimizer):
         betas, eps, weight_decay: defaults for groups that don't set them.
 
     Raises:
-        ValueError: ``moments`` is another dtype, an option is out of range, ``lr`` is on another device, or a
-            name is used twice; parameters are sharded, wrapped by DistributedDataParallel, on several devices,
-            or neither fp32 nor bf16; or, on a GPU, an FP8 weight has a side that is not a multiple of 64.
+        ValueError: If ``moments`` is another dtype, an option is out of range, ``lr`` is on another device, or a
+            name is used twice; parameters are sharded, wrapped by DistributedDataParallel, on several devices, or
+            neither fp32 nor bf16; or, on a GPU, an FP8 weight has a side that is not a multiple of 64.
     """
 
     @torch.no_grad()
@@ -282,7 +282,7 @@ class MasterAdamW(torch.optim.Optimizer):
         """Return the offsets of the tiles' first elements in a matrix.
 
         Raises:
-            ValueError: a side is not a multiple of 64.
+            ValueError: If a side is not a multiple of 64.
         """
         height, width = self.shapes[index]
         if height % 64 or width % 64:
@@ -348,7 +348,7 @@ class MasterAdamW(torch.optim.Optimizer):
         detected.
 
         Raises:
-            RuntimeError: a parameter was moved or cast, and is no longer a view of the buffer.
+            RuntimeError: If a parameter was moved or cast, and is no longer a view of the buffer.
         """
         parameters = self.named.items()
         for (name, parameter), address in zip(parameters, self.addresses):
@@ -414,7 +414,7 @@ class MasterAdamW(torch.optim.Optimizer):
         dicts of torch's AdamW have no masters; the masters are then the model's current weights.
 
         Raises:
-            ValueError: groups or parameter shapes don't match, an option is out of range, or only some
+            ValueError: If groups or parameter shapes don't match, an option is out of range, or only some
                 parameters have a master. The optimizer is then unchanged.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -503,11 +503,11 @@ class MasterAdamW(torch.optim.Optimizer):
         """Take one step. Parameters without a gradient don't change.
 
         Raises:
-            RuntimeError: a gradient is sparse, or of another memory format or dtype; a parameter was moved or
+            RuntimeError: If a gradient is sparse, or of another memory format or dtype; a parameter was moved or
                 cast, is no longer in its group, or has started to require a gradient; or a parameter has no
                 gradient while a graph is captured.
-            TypeError: a group's learning rate is no longer a tensor while a graph is captured.
-            ValueError: an option of a group is out of range.
+            TypeError: If a group's learning rate is no longer a tensor while a graph is captured.
+            ValueError: If an option of a group is out of range.
         """
         loss = None
         if closure is not None:

@@ -88,7 +88,7 @@ class TrainedSubject(Subject):
         """Put the weights (drawn from the seed), the optimizer and the batch on the device.
 
         Raises:
-            torch.OutOfMemoryError: the device's memory is too small for them.
+            torch.OutOfMemoryError: If the device's memory is too small for them.
         """
         torch.set_float32_matmul_precision(self.matmul_precision)
         for name, parameter in self.parameters.items():
