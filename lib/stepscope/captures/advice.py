@@ -201,7 +201,8 @@ TEXT_BY_CAUSE = {
 def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
     """Return a mask of the operations between the two matmuls of unfused attention.
 
-    These are the softmax and the masks, scales, casts and dropout around it, but not a loss's softmax.
+    The operations are attention's softmax and the masking, scaling, casts and dropout around this softmax. A
+    loss's softmax is excluded.
     """
     is_unfused = np.full(len(rows), False)
     family = rows["kernel_category"].astype(str).to_numpy()

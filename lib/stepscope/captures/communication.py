@@ -136,7 +136,7 @@ def collective(name: str) -> str:
 
 
 def communicates_on_compute_stream(gpu: Device) -> bool:
-    """Return whether most of the step's communication runs on the compute stream, where compute can't hide it."""
+    """Return whether most communication runs on the compute stream, where compute can't hide communication."""
     rows = gpu.operations[gpu.operations["part"] == COMMUNICATION]
     on_stream_ns = rows.loc[rows["stream"] == gpu.stream, "duration_ns"].sum()
     return bool(on_stream_ns > 0.5 * max(1, rows["duration_ns"].sum()))

@@ -238,7 +238,7 @@ def _last_sync_calls(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -
 def _longest_events(
     host: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find each interval's event: the innermost one that is open at its middle and fills at least half of it.
+    """For each interval, find the innermost event that is open in the middle and fills half of the interval.
 
     Returns:
         Each interval's event index (-1 if no event fits), and each host event's parent.

@@ -64,7 +64,10 @@ def categories_line(gpu: Device) -> Line:
 
 
 def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
-    """List the kernels and copies with the most time, one per line: count, ms, share of the total and duration."""
+    """List the kernels and copies that take the most time, one per line.
+
+    Each line gives the count, the time in ms, the share of the total and the duration per launch.
+    """
     top = kernels.head(MAX_KERNELS)
     names = short_names([str(name) for name in top.index], MAX_NAME_CHARS)
     lines = []

@@ -60,7 +60,7 @@ class Comparison:
 
 
 def compare_ranks(gpus: Sequence[Device]) -> Comparison:
-    """Compare a distributed step's GPUs, one per rank.
+    """Compare the GPUs of a distributed step, with one GPU per rank.
 
     Raises:
         TraceError: If the ranks share no step.
@@ -174,7 +174,7 @@ def profile_ranks(
     phases: Mapping[str, str] | None = None,
     device: int | None = None,
 ) -> list[Line]:
-    """Summarize captures of a step's ranks, one file per rank; name the files in the first line.
+    """Summarize captures of a step's ranks, with one file per rank. The first line names the files.
 
     Args:
         step, phases: as in :func:`stepscope.captures.capture.load_capture`.

@@ -188,7 +188,7 @@ def _location(frames: Any) -> tuple[str, int, str]:
 
 
 def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None = None) -> list[Line]:
-    """Summarize a memory snapshot, one line per fact.
+    """Summarize a memory snapshot with one line per fact.
 
     Args:
         device: the GPU's index; None for the GPU with the highest peak.

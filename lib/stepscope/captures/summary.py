@@ -1,4 +1,4 @@
-"""Summarize a capture, one line per fact with its numbers; ``stepscope profile FILE`` prints the summary."""
+"""Summarize a capture with one line per fact. ``stepscope profile FILE`` prints the summary."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -61,7 +61,7 @@ def profile(
     from_ms: float | None = None,
     to_ms: float | None = None,
 ) -> list[Line]:
-    """Summarize a capture file, one line per fact; describe the capture itself in the first line.
+    """Summarize a capture file with one line per fact. The first line describes the capture itself.
 
     Args:
         step, phases: as in ``load_capture``.
@@ -259,7 +259,7 @@ def _startup_line(gpu: Device, gaps: pd.DataFrame) -> Line:
 
 
 def _bound_line(gpu: Device, gap_causes: pd.DataFrame, causes: pd.DataFrame) -> Line:
-    """Name the step's bound: the GPU, launches, synchronization or other host work."""
+    """Name what bounds the step: the GPU, launches, synchronization or other host work."""
     known = gpu.operations["launch_start_ns"].notna().sum()
     if not known:
         return Line("bound", "unknown: the capture has no launch records")

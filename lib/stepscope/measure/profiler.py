@@ -107,7 +107,7 @@ class StepProfiler:
 
 
 def read(profiler: torch.profiler.profile, on_gpu: bool) -> pd.DataFrame:
-    """Return the operations of this process's last profile, which recorded a GPU or only the CPU.
+    """Return the operations of this process's last profile, of the GPU if ``on_gpu`` or else of the CPU.
 
     Raises:
         CaptureError: If the GPU's part of the profile is lost.

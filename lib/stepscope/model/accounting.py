@@ -295,7 +295,7 @@ def parameter_rounding(config: StepConfig) -> int:
 
 
 class Instant(NamedTuple):
-    """The live bytes at one instant, without the weights, the optimizer state and the batch.
+    """The live bytes at one instant, excluding the weights, the optimizer state and the batch.
 
     ``layer`` is None outside the blocks. ``variables`` are the bytes of the step's local variables (logits, loss).
     """

@@ -1,7 +1,7 @@
 """Checks of MasterAdamW: parameters must fit into one buffer, and options must be supported.
 
-Each failed check raises a ValueError, because otherwise training would continue with wrong results: with an
-ignored option, or with parameters that another library shards or averages.
+Each failed check raises a ValueError. Otherwise, training would continue with wrong results, because an option is
+ignored or because another library shards or averages the parameters.
 """
 
 import gc

@@ -17,7 +17,7 @@ INSTALL_PATTERNS = (
 
 
 class NsysError(StepscopeError, RuntimeError):
-    """nsys is missing, incomplete or failed; the message quotes its output."""
+    """nsys is missing, is incomplete or has failed; the message quotes its output."""
 
 
 def find_nsys() -> Path | None:

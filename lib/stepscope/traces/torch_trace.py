@@ -150,7 +150,7 @@ def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def self_times(operators: pd.DataFrame) -> pd.DataFrame:
-    """Replace operators' times with their self times: their durations minus those of their children.
+    """Replace operators' times with their self times, which exclude the durations of their children.
 
     Within an outermost operator, each operator's self time is placed before the times of its children. So self
     times don't overlap, and together they last as long as the outermost operator.
