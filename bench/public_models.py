@@ -1,4 +1,4 @@
-"""Run the ladder on public models, built from their configurations: nothing is downloaded.
+"""Run the ladder on public models, which are built from their configurations without any download.
 
     python bench/public_models.py --runs runs/public                  every model
     python bench/public_models.py --runs runs/public llama vit        some models
@@ -38,7 +38,7 @@ def causal(model: nn.Module, vocabulary: int, batch: int, length: int) -> Built:
 
 
 def images(model: nn.Module, batch: int, size: int, **options: Any) -> Built:
-    """Return an image classifier of transformers with its batch."""
+    """Return an image classifier from transformers with its batch."""
     return model, {
         "pixel_values": torch.randn(batch, 3, size, size),
         "labels": torch.randint(1000, (batch,)),
@@ -283,7 +283,7 @@ def double_convolution(before: int, after: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Ronneberger et al. 2015 (arXiv:1505.04597), with padding and batch norm."""
+    """A U-Net (Ronneberger et al. 2015, arXiv:1505.04597) with padding and batch norm."""
 
     def __init__(self, width: int, depth: int, classes: int):
         super().__init__()

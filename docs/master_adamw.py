@@ -8,9 +8,9 @@ On a CPU, it runs without a graph.
 scaling, `group["lr"] = x` in eager steps, copying and pickling, Hugging Face's Trainer and accelerate. These
 change:
 
-* *Dtypes.* Creating the optimizer turns weights with two or more dimensions into bf16, and so their gradients.
-  Summing many gradients, or averaging them over many GPUs, therefore loses bits. Cast and move the model
-  before you create the optimizer, not after.
+* *Dtypes.* Creating the optimizer converts weights with two or more dimensions to bf16, so their gradients are
+  bf16, too. Summing many gradients, or averaging them over many GPUs, therefore loses bits. Cast and move the
+  model before you create the optimizer, not after.
 * *Autocast.* This model needs none, because it has no biases and its norms cast back to bf16. The residual
   stream is then bf16, too, and only norms and loss are computed in fp32. Leave autocast on if your model has
   biases or norms that return fp32 (GPT-2, Hugging Face's Llama), or if a convolution reads fp32 images.
@@ -51,7 +51,7 @@ from stepscope.optimizations import MasterAdamW
 
 
 def make_training(shape, batches, steps, moments):
-    """Return a new run: a function that trains on the batch of a given number, the optimizer and the scheduler."""
+    """Return a new run's function ``train_on(batch_number)``, its optimizer and its scheduler."""
     model = Model(*shape)
     for block in model.blocks:
         block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()

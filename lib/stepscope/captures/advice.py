@@ -70,7 +70,10 @@ def rank_advice(gpu: Device, causes: pd.DataFrame) -> list[Advice]:
 
 
 def _advice_for_communication(gpu: Device) -> list[Advice]:
-    """Advise hiding transfers and balancing GPUs that wait for one another; skip captures with a start-up."""
+    """Advise hiding transfers, and balancing the work of GPUs that wait for one another.
+
+    Captures that contain a start-up get no such advice.
+    """
     if gpu.startup_ms:
         return []
     parts = exposed_communication(gpu)
@@ -101,7 +104,7 @@ def _copy_advice_text(gpu: Device) -> str:
 
 
 def capture_again(gpu: Device) -> str:
-    """Return what a new capture should record, or "" if this capture has all the data that advice needs."""
+    """Describe what a new capture should record; return "" if this capture has all the data that advice needs."""
     if gpu.untraced_graphs:
         return "capture again with the operations of CUDA graphs: without them, the idle time is unknown"
     has_mostly_empty_steps = len(gpu.host_steps) > 0 and not gpu.has_steps
@@ -120,7 +123,10 @@ def capture_again(gpu: Device) -> str:
 
 
 def _advice_for_idle(causes: pd.DataFrame, startup_ms: float) -> list[Advice]:
-    """Advise on each cause of idle time at each place, or on a later capture if this one contains a start-up."""
+    """Advise on each cause of idle time at each place.
+
+    If the capture contains a start-up, only advise starting the capture later.
+    """
     if startup_ms:
         return [
             Advice(
@@ -195,7 +201,8 @@ TEXT_BY_CAUSE = {
 def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
     """Return a mask of the operations between the two matmuls of unfused attention.
 
-    These are the softmax and the masks, scales, casts and dropout around it, but not a loss's softmax.
+    The operations are attention's softmax and the masking, scaling, casts and dropout around this softmax. A
+    loss's softmax is excluded.
     """
     is_unfused = np.full(len(rows), False)
     family = rows["kernel_category"].astype(str).to_numpy()
@@ -227,7 +234,7 @@ def _indices_until_matmul(family: np.ndarray, indices: np.ndarray) -> list[int] 
 
 
 def _advice_for_attention(gpu: Device) -> list[Advice]:
-    """Advise fused attention, and torch.compile for other operations that could be fused."""
+    """Advise using fused attention, and using torch.compile for other operations that could be fused."""
     rows = gpu.running_ops
     is_attention = pd.Series(unfused_attention(rows), rows.index)
     is_fusable = rows["kernel_category"].isin(FUSABLE) & (rows["phase"] != "optimizer") & ~is_attention

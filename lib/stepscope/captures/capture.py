@@ -92,10 +92,11 @@ class Capture:
             outermost range that isn't a step, a phase or a library's range; ""), inner_range (the innermost such
             range), step (-1), bytes (of a copy, a fill or a generated kernel's arguments; -1), a matmul's flops
             (-1) and dtype (""), and a collective's message_bytes (-1), group_size (1) and communicator ("").
-        excluded: operations launched before the capture, before its first step or (warm_up) in a warm-up.
-        ranges: the steps' ranges, by process and step: name, and start_ns and end_ns on the host.
-        host: long host events: kind (call, operator, range, frame), name, process, thread, start_ns, end_ns;
-            empty if the capture contains none.
+        excluded: operations launched before the capture, before its first step or in a warm-up. The column warm_up
+            marks operations in a warm-up.
+        ranges: the steps' ranges by process and step, with the columns name, start_ns and end_ns (on the host).
+        host: long host events, with the columns kind (call, operator, range, frame), name, process, thread,
+            start_ns and end_ns; empty if the capture contains none.
         autograd: whether autograd's ranges determine the backward phase.
         gpus: GPU names by id.
         rank: the process's rank and the number of ranks.
@@ -142,7 +143,7 @@ class Capture:
             from_ms, to_ms: times in ms after the first operation; None means the capture's start or end.
 
         Raises:
-            TraceError: no operation starts in the time span.
+            TraceError: If no operation starts in the time span.
         """
         rows = pd.concat([self.excluded, self.operations])
         start, end = rows["start_ns"], rows["start_ns"] + rows["duration_ns"]
@@ -187,8 +188,8 @@ def load_capture(
         on_cpu: if a trace contains no GPU work, read the CPU's operators and gloo's collectives instead.
 
     Raises:
-        TraceError: the file has none of these formats, is cut off or contains no GPU work; or no range matches
-            the name of the step or of a phase.
+        TraceError: If the file has none of these formats, is cut off or contains no GPU work, or if no range
+            matches the name of the step or of a phase.
     """
     capture = load_capture_or_sums(path, step, phases, on_cpu)
     if not isinstance(capture, Capture):
@@ -291,7 +292,7 @@ def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
 
 
 def _mark_whole_graphs(operations: pd.DataFrame) -> None:
-    """Assign CUDA graphs that were traced as a whole to a separate category."""
+    """Assign a separate category to CUDA graphs that were traced as a whole."""
     is_graph = matching(operations["name"], lambda name: name.startswith(GRAPH_REPLAY))
     if is_graph.any():
         family = operations["kernel_category"].astype(str).mask(is_graph, WHOLE_GRAPH)
@@ -578,10 +579,10 @@ def _launched_too_early(
 
 
 def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
-    """Return each range's phase as given in ``phases``, or else as denoted by the range's name; "" if it has none.
+    """Return each range's phase from ``phases``, or else the phase that the range's name denotes; "" for neither.
 
     Raises:
-        TraceError: a name in ``phases`` matches no range.
+        TraceError: If a name in ``phases`` matches no range.
     """
     requested = phases or {}
     names = ranges["name"].cat.categories if len(ranges) else []
@@ -598,7 +599,7 @@ def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str]
 def _matches_name(name: str, pattern: str) -> bool:
     """Return whether a range's name matches ``pattern``.
 
-    A pattern without "*" and "?" is a name, which is compared without numbers and signs.
+    If the pattern contains neither "*" nor "?", compare it as a name, ignoring numbers and punctuation.
     """
     if set(pattern) & set("*?"):
         return fnmatch.fnmatchcase(name, pattern)

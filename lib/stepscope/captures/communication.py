@@ -93,7 +93,7 @@ def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
 
 
 def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """Return, for each operation, the time in ns during which it runs and none of ``others`` runs."""
+    """Return how many ns each operation runs while none of ``others`` runs."""
     others = others.sort_values("start_ns")
     starts, ends = others["start_ns"].to_numpy("int64"), others["end_ns"].to_numpy("int64")
     begins, stops = rows["start_ns"].to_numpy("int64"), rows["end_ns"].to_numpy("int64")
@@ -136,7 +136,7 @@ def collective(name: str) -> str:
 
 
 def communicates_on_compute_stream(gpu: Device) -> bool:
-    """Return whether most of the step's communication runs on the compute stream, where compute can't hide it."""
+    """Return whether most communication runs on the compute stream, where compute can't hide communication."""
     rows = gpu.operations[gpu.operations["part"] == COMMUNICATION]
     on_stream_ns = rows.loc[rows["stream"] == gpu.stream, "duration_ns"].sum()
     return bool(on_stream_ns > 0.5 * max(1, rows["duration_ns"].sum()))

@@ -27,10 +27,12 @@ UNREADABLE_SUFFIXES = {
 
 @contextmanager
 def readable_capture(path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield a capture's kind ("json", "sqlite" or "csv") and a file to read: itself, or a temporary export.
+    """Yield a capture's kind ("json", "sqlite" or "csv") and the path of the file to read.
+
+    This file is the capture itself or a temporary export of the capture.
 
     Raises:
-        TraceError: the path isn't a file, or the file has none of these kinds.
+        TraceError: If the path isn't a file, or the file is of none of these kinds.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would block
         raise TraceError(f"{path}: not a regular file; {EXPECTED}")

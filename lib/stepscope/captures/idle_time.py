@@ -1,4 +1,4 @@
-"""Explain why a GPU is idle: what the host did during each idle gap.
+"""Explain why a GPU is idle by what the host did during each idle gap.
 
 A gap ends with an operation that some thread launched. The host causes the gap only until that launch
 returns; afterwards, the GPU itself waits for an event, another stream or another GPU ("device"). If the
@@ -43,9 +43,9 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 
     Returns:
         A row per gap or part of a gap; a gap's parts add up to the gap. Columns: cause (device, unknown, sync,
-        call, host, unnamed, launch); call (the driver call, for sync and call); where (the open operator, range
-        or frame, or for device the operation that waits; "" if unknown); event (the host event's number; -1 if
-        none); and begin, end, ms, head and next as in ``Device.gaps``.
+        call, host, unnamed, launch); call (the driver call, for sync and call); where (the open operator, range or
+        frame; for device, the operation that waits; "" if unknown); event (the host event's number; -1 if none);
+        and begin, end, ms, head and next as in ``Device.gaps``.
     """
     gaps = _split_at_launch_return(gpu.gaps)
     is_long = gaps["end"] - gaps["begin"] >= MIN_LONG_GAP_NS
@@ -74,7 +74,10 @@ def _host_events_near_median(gpu: Device) -> pd.DataFrame:
 
 
 def _split_at_launch_return(gaps: pd.DataFrame) -> pd.DataFrame:
-    """Split each gap when the launch returned: the host causes the part before that time, and the GPU the rest."""
+    """Split each gap at the time when its launch returned.
+
+    The host causes the part before that time, and the GPU causes the rest.
+    """
     begin, end, returned = (gaps[name].to_numpy("int64") for name in ("begin", "end", "returned"))
     is_known = returned > -LATEST
     host_end = np.where(is_known, returned.clip(begin, end), begin)
@@ -90,13 +93,13 @@ def _split_at_launch_return(gaps: pd.DataFrame) -> pd.DataFrame:
 def _assign_causes(
     gpu: Device, late: pd.DataFrame, host: pd.DataFrame, is_rest: bool
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Determine from the host's activity, in order of time, what causes the gaps that end with a late launch.
+    """Determine from the host's activity what causes each gap that ends with a late launch.
 
     Args:
-        is_rest: whether the gaps are remainders of longer gaps, so that no earlier call caused them.
+        is_rest: whether the gaps are remainders of longer gaps, in which case no earlier call caused them.
 
     Returns:
-        The gaps, cut to the events that explain them; and the remaining parts, with the cause launch.
+        The gaps, cut to the events that explain them, and the remaining parts, whose cause is launch.
     """
     rows = gpu.classified_ops
     following = late["next"].to_numpy()
@@ -235,7 +238,7 @@ def _last_sync_calls(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -
 def _longest_events(
     host: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the innermost event on a thread that is open in the middle of each interval and fills half of it.
+    """For each interval, find the innermost event that is open in the middle and fills half of the interval.
 
     Returns:
         Each interval's event index (-1 if no event fits), and each host event's parent.
@@ -289,7 +292,7 @@ def sum_by_cause(gaps: pd.DataFrame, steps: int) -> pd.DataFrame:
 
     Returns:
         A table with the columns cause, call, where ("" for launch and unknown), ms (per step), longest_ms, and
-        the count per step, which counts events for sync, call and host, and gaps for all other causes.
+        count (per step; the number of events for sync, call and host, and of gaps for all other causes).
     """
     place = gaps["where"].where(gaps["cause"].isin(CAUSES_WITH_PLACE), "")
     groups = gaps.assign(where=place).groupby(["cause", "call", "where"], sort=False)

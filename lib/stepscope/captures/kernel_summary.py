@@ -38,9 +38,9 @@ def phases_line(gpu: Device) -> Line:
 
 
 def _ranges_text(gpu: Device, min_ms: float) -> str:
-    """List the ranges that belong to no phase and don't only launch communication.
+    """List the ranges outside all phases, except ranges that launch only communication.
 
-    These are the outer ranges, or the inner ranges if one outer range contains nearly all of the time.
+    List the outer ranges, or the inner ranges if a single outer range accounts for nearly all of the time.
     """
     rows = gpu.operations[(gpu.operations["phase"] == OUTSIDE) & (gpu.operations["part"] != COMMUNICATION)]
     for column in ("range", "inner_range"):
@@ -64,7 +64,10 @@ def categories_line(gpu: Device) -> Line:
 
 
 def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
-    """List the kernels and copies with the most time, one per line: count, ms, share of the total and duration."""
+    """List the kernels and copies that take the most time, one per line.
+
+    Each line gives the count, the time in ms, the share of the total and the duration per launch.
+    """
     top = kernels.head(MAX_KERNELS)
     names = short_names([str(name) for name in top.index], MAX_NAME_CHARS)
     lines = []
@@ -91,7 +94,10 @@ def _duration_text(row: pd.Series) -> str:
 
 
 def leading_lines(gpu: Device) -> list[Line]:
-    """Name the kernel with the most time in each phase or range, its count, and the other parts that it leads."""
+    """Name the kernel that takes the most time in each phase or range.
+
+    Each line also gives the kernel's count and time, and the other phases or ranges in which it leads.
+    """
     leading = gpu.leading_kernels
     if len(leading) < 2:
         return []

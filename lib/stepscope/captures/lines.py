@@ -18,7 +18,7 @@ FORMATS = ("text", "json", "markdown")
 
 @dataclass
 class Line:
-    """One fact in a summary: a label, a text, and the text's numbers, with keys that end with their units."""
+    """One fact in a summary: a label, a text, and the numbers in the text by key. Keys end with the unit."""
 
     label: str
     text: str
@@ -29,7 +29,7 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
     """Render lines as text, markdown or JSON.
 
     Raises:
-        TraceError: the format is unknown.
+        TraceError: If the format is unknown.
     """
     if how == "json":
         facts = [{"label": line.label, "text": line.text, **line.values} for line in lines]
@@ -66,7 +66,7 @@ def listed(times_ms: pd.Series, separator: str = ", ") -> str:
 
 
 def count_text(value: float) -> str:
-    """Format a count per step, which may be fractional because it may be the mean of two steps."""
+    """Format a count per step. A count that is the mean of two steps can be fractional."""
     return digits(value, "n" if value == round(value) or value >= 100 else "")
 
 

@@ -48,7 +48,7 @@ FILLER_WORDS = {
 
 
 def plain_name(name: str) -> str:
-    """Convert a name to lower-case words without numbers and signs: "Profiler_Step#7" to "profiler step"."""
+    """Convert a name to lower-case words without numbers or punctuation: "Profiler_Step#7" to "profiler step"."""
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     return " ".join(re.findall(r"[a-z]+", text.lower()))
 

@@ -1,4 +1,4 @@
-"""Compare a training step's ranks: how much of each collective is transfer, and how much is waiting.
+"""Compare a training step's ranks, and divide each collective into transfer and waiting.
 
 A collective's kernel starts when its rank arrives. It ends on all ranks at about the same time, once the last
 rank has arrived and the data has been moved. Therefore, the rank with the shortest kernel arrived last: its
@@ -60,10 +60,10 @@ class Comparison:
 
 
 def compare_ranks(gpus: Sequence[Device]) -> Comparison:
-    """Compare a distributed step's GPUs, one per rank.
+    """Compare the GPUs of a distributed step, with one GPU per rank.
 
     Raises:
-        TraceError: the ranks share no step.
+        TraceError: If the ranks share no step.
     """
     step_names = [gpu.step_names or ["capture"] for gpu in gpus]
     common = set(step_names[0]).intersection(*step_names[1:])
@@ -114,7 +114,7 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
 
 
 def _end_difference_ns(rows: pd.DataFrame) -> pd.Series:
-    """Return, for each kernel, how many ns apart its collective ends on different ranks, with aligned clocks."""
+    """Return how many ns apart each kernel's collective ends on different ranks once clocks are aligned."""
     later_ns = rows["end_ns"] - rows.groupby(KEY)["end_ns"].transform("first")
     clock_ns = later_ns.groupby([rows["communicator"], rows["rank"]]).transform(_median)
     ends = rows.assign(end_ns=later_ns - clock_ns).groupby(KEY)["end_ns"]
@@ -174,14 +174,14 @@ def profile_ranks(
     phases: Mapping[str, str] | None = None,
     device: int | None = None,
 ) -> list[Line]:
-    """Summarize captures of a step's ranks, one file per rank; name the files in the first line.
+    """Summarize captures of a step's ranks, with one file per rank. The first line names the files.
 
     Args:
         step, phases: as in :func:`stepscope.captures.capture.load_capture`.
         device: the GPU to use from each capture; None for the busiest GPU.
 
     Raises:
-        TraceError: a file isn't a capture, or the captures share no steps or collectives.
+        TraceError: If a file isn't a capture, or the captures share no steps or collectives.
     """
     gpus = [busiest_device(load_capture(path, step, phases), device) for path in paths]
     ranks = [gpu.capture.rank[0] for gpu in gpus if gpu.capture.rank]
@@ -230,7 +230,7 @@ def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
 
 
 def _overview_line(comparison: Comparison, gpus: Sequence[Device]) -> Line:
-    """Count the steps and collectives that the ranks share, and what they don't share."""
+    """Count the shared steps and collectives, and the kernels and collectives that couldn't be matched."""
     matched = comparison.collectives.drop_duplicates(KEY)
     per_step = len(matched) / comparison.step_count
     world_size = max(gpu.capture.rank[1] if gpu.capture.rank else 0 for gpu in gpus)
@@ -300,5 +300,5 @@ def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
 
 
 def _median(offsets: pd.Series | pd.DataFrame) -> Any:
-    """Return the median, or the lower of the two middle values: a measured offset, and not the mean of two."""
+    """Return the median, or the lower of two middle values; the result is always a measured offset."""
     return offsets.quantile(0.5, interpolation="lower")

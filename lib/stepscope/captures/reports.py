@@ -24,7 +24,7 @@ def read_report(file: Path) -> pd.DataFrame:
     """Read cuda_gpu_trace or cuda_gpu_kern_sum from a file, which may be gzipped.
 
     Raises:
-        TraceError: as in ``read_nsys_csv``; or the file contains a different report or no operations.
+        TraceError: As in ``read_nsys_csv``, or if the file contains a different report or no operations.
     """
     with open_capture(file) as stream:
         text = decode_text(stream.read(), "replace")

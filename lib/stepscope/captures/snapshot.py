@@ -1,7 +1,7 @@
 """Summarize a PyTorch memory snapshot: the peak, and the source lines whose allocations make up the peak.
 
 ``torch.cuda.memory._dump_snapshot`` writes a pickle of dicts, lists, strings and numbers. Because loading a
-pickle can run arbitrary code, we load it without classes and reject files that name one.
+pickle can run arbitrary code, we load it without classes and reject files that name a class.
 """
 
 import io
@@ -56,7 +56,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         The snapshot's segments and device_traces, as documented by PyTorch.
 
     Raises:
-        TraceError: the file is too large or cut off, or isn't a memory snapshot.
+        TraceError: If the file is too large or cut off, or isn't a memory snapshot.
     """
     with open_capture(path) as stream:
         data = stream.read(MAX_BYTES + 1)
@@ -104,12 +104,12 @@ def allocations_of(path: Path, snapshot: dict[str, Any], device: int) -> pd.Data
     """List a device's allocations in the snapshot, one row per allocation, with :data:`COLUMNS`.
 
     ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are indices into the device's
-    history: -1 if the allocation is older than the history, NEVER if it is still alive at the end. ``file``,
-    ``line`` and ``function`` describe the innermost Python frame outside installed packages, or the innermost
-    frame if all are inside.
+    history. ``allocated_at`` is -1 if the allocation is older than the history, and ``freed_at`` is NEVER if the
+    memory is still allocated at the end. ``file``, ``line`` and ``function`` describe the innermost Python frame
+    outside installed packages, or the innermost frame if all are inside.
 
     Raises:
-        TraceError: an entry's format differs from PyTorch's documentation.
+        TraceError: If an entry's format differs from PyTorch's documentation.
     """
     events = _events(snapshot, device)
     locations: dict[int, tuple[str, int, str]] = {}  # by the id of the list of frames, which events share
@@ -188,15 +188,15 @@ def _location(frames: Any) -> tuple[str, int, str]:
 
 
 def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None = None) -> list[Line]:
-    """Summarize a memory snapshot, one line per fact.
+    """Summarize a memory snapshot with one line per fact.
 
     Args:
         device: the GPU's index; None for the GPU with the highest peak.
         csv: a file to write the allocations to, one per line.
 
     Raises:
-        TraceError: the file isn't a memory snapshot, or contains no allocations on the GPU.
-        OSError: the CSV can't be written.
+        TraceError: If the file isn't a memory snapshot, or contains no allocations on the GPU.
+        OSError: If the CSV can't be written.
     """
     snapshot = read_snapshot(path)
     with _checking_format(path):

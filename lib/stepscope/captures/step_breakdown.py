@@ -2,7 +2,7 @@
 
 The parts are unions of intervals, so they add up to the wall time. Copies are exposed while no compute runs, and
 communication is exposed while nothing else runs. All numbers describe the median step (the mean of the two middle
-steps if their number is even), so they add up and outliers don't distort them.
+steps if the number of steps is even), so they add up and outliers don't distort them.
 """
 
 import re
@@ -429,10 +429,10 @@ def devices(capture: Capture) -> Iterator[Device]:
 
 
 def busiest_device(capture: Capture, number: int | None = None) -> Device:
-    """Return the GPU whose operations take the most time, among the GPUs with this number if it is given.
+    """Return the GPU whose operations take the most time; if a number is given, only consider GPUs with it.
 
     Raises:
-        TraceError: the capture contains no operations in steps, or none on that GPU.
+        TraceError: If the capture contains no operations in steps, or none on that GPU.
     """
     gpus = list(devices(capture))
     if not gpus:

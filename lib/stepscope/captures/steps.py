@@ -43,7 +43,7 @@ MIN_MEASURED_SHARE = 0.05
 class Steps:
     """A capture's steps and warm-ups.
 
-    rows: the ranges that are steps, with ``step``, their number in each process.
+    rows: the ranges that are steps; the column ``step`` numbers the steps of each process.
     warm_up: the ranges named as a warm-up; empty if nothing else was measured.
     """
 
@@ -62,7 +62,7 @@ def find_steps(
         name: the steps' name; None to detect it.
 
     Raises:
-        TraceError: no range has this name.
+        TraceError: If no range has this name.
     """
     process, launch = process[launch < NEVER], launch[launch < NEVER]
     warm_up = outermost(ranges[ranges["plain"].str.contains(WARM_UP)])

@@ -1,4 +1,4 @@
-"""Summarize a capture, one line per fact with its numbers; ``stepscope profile FILE`` prints the summary."""
+"""Summarize a capture with one line per fact. ``stepscope profile FILE`` prints the summary."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -61,7 +61,7 @@ def profile(
     from_ms: float | None = None,
     to_ms: float | None = None,
 ) -> list[Line]:
-    """Summarize a capture file, one line per fact; describe the capture itself in the first line.
+    """Summarize a capture file with one line per fact. The first line describes the capture itself.
 
     Args:
         step, phases: as in ``load_capture``.
@@ -70,8 +70,8 @@ def profile(
         from_ms, to_ms: as in ``Capture.between``.
 
     Raises:
-        TraceError: the capture can't be read, or lacks this GPU, step or phase.
-        OSError: the CSV can't be written.
+        TraceError: If the capture can't be read, or lacks this GPU, step or phase.
+        OSError: If the CSV can't be written.
     """
     capture = load_capture_or_sums(path, step, phases)
     if isinstance(capture, Capture) and (from_ms is not None or to_ms is not None):
@@ -116,7 +116,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
     """Parse options such as "forward=NAME" into phases by range name or pattern; return None without options.
 
     Raises:
-        TraceError: an option doesn't have the form PHASE=NAME.
+        TraceError: If an option doesn't have the form PHASE=NAME.
     """
     phases = {}
     for text in options:
@@ -259,7 +259,7 @@ def _startup_line(gpu: Device, gaps: pd.DataFrame) -> Line:
 
 
 def _bound_line(gpu: Device, gap_causes: pd.DataFrame, causes: pd.DataFrame) -> Line:
-    """Name the step's bound: the GPU, launches, synchronization or other host work."""
+    """Name what bounds the step: the GPU, launches, synchronization or other host work."""
     known = gpu.operations["launch_start_ns"].notna().sum()
     if not known:
         return Line("bound", "unknown: the capture has no launch records")

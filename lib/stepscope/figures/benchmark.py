@@ -34,7 +34,9 @@ def phases(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def busy(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw how busy the GPU is over the context length, with one line per size; GPU-bound points are hollow.
+    """Draw how busy the GPU is against the context length.
+
+    There is one line per size, and GPU-bound points are hollow.
 
     Args:
         rows: rows of the view ``times``, one per size and context length.

@@ -71,7 +71,7 @@ def _reference(axes: Axes, ms: float, span: tuple[float, float], color: str, lab
 
 @style.look()
 def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
-    """Draw a waterfall from a step's wall time down to its reference time.
+    """Draw a waterfall chart from a step's wall time down to its reference time.
 
     Each bar is the time by which one part of the step exceeds its reference time.
 
@@ -201,7 +201,7 @@ def _points(axes: Axes, points: pd.DataFrame, color: str) -> None:
 
 @style.look()
 def fp8(title: str, rows: pd.DataFrame) -> Picture:
-    """Draw FP8's speedup in GPU time over the tokens per step, with one line per size, from the view ``fp8``."""
+    """Draw FP8's speedup in GPU time against the tokens per step, with one line per size (view ``fp8``)."""
     tokens = sorted(rows.tokens.unique())
     drawn, axes = style.figure(title)
     ends = style.lines(axes, rows, "tokens", "gpu_speedup", "size", SIZE_COLORS)

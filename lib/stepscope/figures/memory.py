@@ -27,11 +27,11 @@ MIN_NAMED_SHARE = 0.08  # minimum share of the height or width; smaller parts ar
 
 @style.look()
 def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> style.Picture:
-    """Draw the requested memory by kind over each recorded mode's allocations and frees.
+    """Draw the requested memory by kind against the allocations and frees of each recorded mode.
 
     Args:
         timeline: rows of the view ``timeline`` for one configuration, with at least one mode.
-        peaks: rows of the view ``peaks``: the row with the phase "total" of each mode.
+        peaks: each mode's row of the view ``peaks`` with the phase "total".
     """
     modes = [mode for mode in PHASES if (timeline["mode"] == mode).any()]
     widths = [max(2, len(PHASES[mode])) for mode in modes]
@@ -128,7 +128,7 @@ def _mark_peak(axis: Axes, total: pd.Series, text: str) -> None:
 
 @style.look()
 def memory_peak(title: str, sizes: pd.DataFrame, longer: pd.DataFrame) -> style.Picture:
-    """Draw a full step's predicted peaks by kind: several sizes, then one size at longer context lengths.
+    """Draw a full step's predicted peaks by kind for several sizes, then for one size at longer contexts.
 
     Args:
         sizes, longer: rows of the view ``predictions``, each drawn as one bar; steps that ran out of memory are

@@ -37,7 +37,9 @@ def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Pic
 
 @style.look()
 def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
-    """Draw one millisecond of forward: CPU launches, GPU kernels, and GPU kernels if forward is a CUDA graph.
+    """Draw the CPU launches and GPU kernels in one millisecond of forward.
+
+    The figure also shows the GPU kernels of forward when it is replayed as a CUDA graph.
 
     Args:
         operations: rows of the view ``launch_timeline`` for one configuration.

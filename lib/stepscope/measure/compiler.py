@@ -9,7 +9,7 @@ from stepscope.measure.timing import synchronizer
 
 
 def fresh_compiler_cache() -> AbstractContextManager:
-    """Return a context in which everything is compiled anew, without the cache of earlier runs."""
+    """Return a context in which torch.compile ignores the cache of earlier runs and compiles everything again."""
     from torch._inductor.utils import fresh_cache  # imported lazily: it loads the compiler
 
     return fresh_cache()

@@ -19,8 +19,8 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
 
     Args:
         step: reads its inputs in place, and does all of its work on the GPU.
-        clear: frees the warm-up's gradients. They would take memory in addition to the gradients in the graph's
-            own memory pool.
+        clear: a function that frees the warm-up's gradients, which would otherwise take memory in addition to the
+            gradients in the graph's own memory pool.
         warmups: the number of steps to run before the capture, on its stream. They load and choose kernels, and
             create the optimizer's state.
     """
@@ -67,14 +67,14 @@ def replay(
     """Capture a step as a CUDA graph and time its replays.
 
     Args:
-        optimizer: the step's optimizer, or None. Its state is cleared afterwards, and the weights have changed.
+        optimizer: the step's optimizer, or None. Afterwards, its state is empty and the weights have changed.
         scaler: the step's ``GradScaler``, or None.
-        clear: frees the gradients.
+        clear: a function that frees the gradients.
         replays: the minimum number of replays.
         at_least_s: the minimum total time of the replays, in seconds.
 
     Returns:
-        The wall time of each replay in ms, and "". If the step can't be captured, an empty list and the reason.
+        The wall time of each replay in ms, and ""; if the step can't be captured, an empty list and the reason.
     """
     if reason := not_capturable(device, optimizer, scaler):
         return [], reason

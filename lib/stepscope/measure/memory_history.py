@@ -27,7 +27,7 @@ Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
 class AllocatorCounts(NamedTuple):
     """The statistics of PyTorch's allocator.
 
-    allocations, frees: how many there have been so far.
+    allocations, frees: the number of allocations and the number of frees so far.
     requested: bytes that live tensors requested.
     peak_requested, peak_allocated, peak_reserved: peaks since the last reset, in bytes.
     """
@@ -71,7 +71,7 @@ class MemoryHistory:
         None instead of a name if the region was closed.
     gradients: addresses of the gradients at the end of backward.
     snapshot: the snapshot of PyTorch's allocator, with the history.
-    reason: the reason why the step ran out of memory, so that there is no history; "" if it did not.
+    reason: why the step ran out of memory, in which case there is no history; "" if it did not.
     """
 
     mode: str
@@ -104,7 +104,7 @@ class Recordings:
 
 
 class Recorder:
-    """Records how many allocations there have been when each phase and range starts and ends.
+    """Records the number of allocations so far when each phase and each range starts and ends.
 
     A step is called with the recorder as its ``phase``, and the model opens its ranges with the recorder instead
     of the NVTX domain. The recorder therefore also knows the regions of backward, which the allocator's history
@@ -180,8 +180,8 @@ def keeps_history(device: str) -> bool:
 def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfig) -> Recordings:
     """Record one step of every case, after its warm-up steps, with a negligible learning rate.
 
-    If a case runs out of memory, its history says why, and the other cases continue. Gradients and moments are
-    freed between cases, because not every mode has them.
+    If a case runs out of memory, its history gives the reason, and the other cases continue. Gradients and moments
+    are freed between cases, because not every mode has them.
 
     Args:
         subject: the model, batch and optimizer that the steps use.
@@ -214,7 +214,7 @@ def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> 
     """Record a step, after warm-up steps that create the optimizer's state and cuBLAS's workspaces.
 
     Raises:
-        torch.OutOfMemoryError: memory ran out; the message names the step.
+        torch.OutOfMemoryError: If memory runs out; the message names the step.
     """
     recorder = Recorder(subject.model)
     for index in range(config.warmup_steps):

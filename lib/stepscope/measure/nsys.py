@@ -30,7 +30,10 @@ class ProfiledModes:
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
-    """Return a description of this machine's profiler, and the path of nsys (None if it is torch.profiler)."""
+    """Return a description of this machine's profiler, and the path of nsys.
+
+    The path is None if the profiler is torch.profiler.
+    """
     if device == "cpu":
         return "torch.profiler, CPU operators", None
     nsys = find_nsys()
@@ -43,11 +46,11 @@ def read_profiled_modes(folder: Path, uses_nsys: bool, output: str) -> ProfiledM
     """Read the files that the profiled process and its profiler wrote to ``folder``.
 
     Args:
-        uses_nsys: whether the profiler was nsys, and not torch.profiler.
+        uses_nsys: whether the profiler was nsys rather than torch.profiler.
         output: the output of the process and the profiler; errors quote its end.
 
     Raises:
-        NsysError: the process failed, or the profiler wrote no file.
+        NsysError: If the process failed, or the profiler wrote no file.
     """
     last_output = output[-2000:]
     if not (folder / OUTCOME).exists():

@@ -95,7 +95,7 @@ class out_of_memory:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Free the local variables of the functions that an error and its causes have left."""
+    """Free the local variables of the functions through which an error and its causes have propagated."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

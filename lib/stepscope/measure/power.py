@@ -1,4 +1,4 @@
-"""The GPU's SM clock, the reasons that lower the clock, energy and power, as NVML reports them.
+"""Read the GPU's SM clock, the reasons that lower the clock, energy and power through NVML.
 
 Nothing runs in parallel with timed steps: we read the GPU between the steps, outside the timed intervals. The
 energy counter is updated about ten times a second. If the steps are too short for this counter, the same step is
@@ -148,7 +148,7 @@ class PowerMonitor:
 
 
 class Power:
-    """Clock, power and energy of timed steps: call :meth:`read` after each step."""
+    """Clock, power and energy of timed steps. Call :meth:`read` after each step."""
 
     def __init__(self, device: str):
         self.is_gpu = device == "cuda"

@@ -70,7 +70,7 @@ PROFILERS = {"nsys": nsys_profile, "torch": torch_profile}
 
 @dataclass
 class ProfiledMode:
-    """The steps of one mode, on the model that all modes share; wall and enqueue times in ms."""
+    """The steps of one mode, on the model that all modes share. Wall and enqueue times are in ms."""
 
     step: Step
     ranged: Ranged
@@ -169,10 +169,10 @@ def needs_warmup(warmup_ms: list[float]) -> bool:
 
 
 def profile(step: Step, ranged: Ranged, start_profiler: Callable[[], object]) -> dict[str, Any]:
-    """Time every mode without the profiler, then with it; then replay forward.
+    """Time every mode without the profiler and then with it; finally, replay forward.
 
     Args:
-        step: in mode "step"; the other modes share its model.
+        step: the step in mode "step", whose model the other modes share.
         ranged: runs a step in ranges, and waits for the device.
         start_profiler: called before the first profiled step.
 

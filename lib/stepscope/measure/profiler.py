@@ -107,11 +107,11 @@ class StepProfiler:
 
 
 def read(profiler: torch.profiler.profile, on_gpu: bool) -> pd.DataFrame:
-    """Return the operations of this process's last profile, which recorded a GPU or only the CPU.
+    """Return the operations of this process's last profile, of the GPU if ``on_gpu`` or else of the CPU.
 
     Raises:
-        CaptureError: the GPU's part of the profile is lost.
-        CaptureError, ConservationError, TraceError: as in
+        CaptureError: If the GPU's part of the profile is lost.
+        CaptureError, ConservationError, TraceError: As in
             :func:`stepscope.traces.profiled_steps.profiled_operations`.
     """
     with TemporaryDirectory(prefix="stepscope-") as folder:

@@ -69,8 +69,8 @@ class Results:
     readings: memory, power, energy and clock by case, in GiB, W, J and MHz. On a GPU, only this table has
         ``state_gib``, the memory that was allocated before the case's first step.
     learning_rate: the optimizer's rate during the measurement; None if no step uses an optimizer.
-    formula_mismatch: why the FLOPs formula doesn't describe the model; empty if it does. If it doesn't,
-        ``times`` has no achieved FLOP/s and no MFU.
+    formula_mismatch: why the FLOPs formula doesn't describe the model, in which case ``times`` has no achieved
+        FLOP/s and no MFU; empty if the formula does.
     """
 
     config: StepConfig
@@ -126,7 +126,7 @@ def steps(
         extras: also measure sustained power, replays and ceilings. Without them, the tables have no rates.
 
     Raises:
-        ConfigError: a case names no known mode.
+        ConfigError: If a case names no known mode.
 
     If an error or an interrupt ends the call, the exception's attribute ``results`` has the measurements so far;
     in a notebook, read ``sys.last_value.results``.
@@ -372,7 +372,10 @@ class Protocol:
         return times
 
     def measure_ceilings(self) -> None:
-        """Measure the ceilings. If the large matmul doesn't fit next to the weights, the ceilings stay unknown."""
+        """Measure the ceilings.
+
+        If the large matmul doesn't fit into memory along with the weights, the ceilings stay unknown.
+        """
         failed: dict[Any, tuple[str, str]] = {}
         self.tidy(failed=True)
         with out_of_memory(failed, "ceilings"):
@@ -435,7 +438,10 @@ class Protocol:
         )
 
     def all_samples(self) -> pd.DataFrame:
-        """Return every timed step; for the first case, its first measurement, even if it was measured again."""
+        """Return every timed step.
+
+        For the first case, return the steps of its first measurement, even if the case was measured again.
+        """
         columns, tables = [*key_columns(self.keys), *SAMPLE_COLUMNS], []
         for case, samples in (self.samples | self.first_samples).items():
             table = samples.assign(**self.keys[case])

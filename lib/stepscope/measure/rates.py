@@ -35,7 +35,8 @@ def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, 
         precisions: the precisions to measure; None for all that the device supports.
 
     Returns:
-        ``matmul_fp32``, ... in TFLOP/s, and ``copy`` in TB/s, which counts bytes read and bytes written.
+        The rates by name: ``matmul_fp32`` and so on in TFLOP/s, and ``copy`` in TB/s, counting both the bytes read
+        and the bytes written.
     """
     if precisions is None:
         precisions = ["fp32", "tf32", "bf16", "fp16"] if device == "cuda" else ["fp32", "bf16"]
@@ -102,7 +103,7 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
         mfu: model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B): the achieved rate over the data
             sheet's dense rate.
         mfu_vs_measured_peak: the achieved rate over the rate of the large matmul.
-        mfu_clock_adjusted: the achieved rate over the data sheet's rate, which is scaled to the mode's SM clock.
+        mfu_clock_adjusted: the achieved rate over the data sheet's rate scaled to the mode's SM clock.
         tokens_per_s: tokens per second; only in total rows.
     """
     device, wall_ms, precision = config.device, times["wall_ms"], times["precision"]
@@ -146,7 +147,7 @@ def _matmul_flops(times: pd.DataFrame, config: StepConfig) -> pd.Series:
 def kernel_launch_us(device: str) -> tuple[float, float] | None:
     """Measure how many microseconds this host takes to launch one kernel.
 
-    We time ten steps with little GPU work: size small, batch size 1, context length 16.
+    We time ten steps that have little GPU work (size ``small``, batch size 1 and context length 16).
 
     Returns:
         The lowest and the highest of the steps' averages, in µs. None on a CPU, which launches no kernels; NaN if

@@ -1,8 +1,8 @@
 """Sanity checks: find readings that are impossible or not reproducible.
 
 GPU time comes from profiled steps and wall time from unprofiled steps, so GPU time can slightly exceed wall time.
-A larger excess is impossible: something disturbed one of the two, and the case is measured again. We never drop a
-sample to make a case look right. If the readings of the last try are impossible as well, the column
+A larger excess is impossible: one of the two measurements was disturbed, so the case is measured again. We never
+drop a sample to make a case look right. If the readings of the last try are impossible as well, the column
 ``inconsistent`` describes them, and reports omit the case.
 """
 
@@ -38,7 +38,7 @@ def is_power_limited(row: Mapping[str, float]) -> bool:
 
 
 def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] = ()) -> str:
-    """Describe the readings of a GPU step that are impossible or not reproducible; empty if all agree.
+    """Describe a GPU step's readings that are impossible or not reproducible; return "" if there are none.
 
     Args:
         row: has ``wall_ms``, ``gpu_ms``, ``operations``, ``replayed_ms``, ``sm_clock_mhz`` and ``power_w``.

@@ -71,8 +71,8 @@ def step_times(
         status: by case, ("oom", reason) if the case failed, as :class:`stepscope.measure.oom.out_of_memory`
             records it, or ("ok", reason) if the case could not be profiled.
         reason: why nothing was profiled; empty if something was.
-        device: "cuda" or "cpu". On a GPU, ``inconsistent`` describes readings that are impossible or don't repeat
-            (:mod:`stepscope.measure.sanity_checks`).
+        device: "cuda" or "cpu". On a GPU, ``inconsistent`` describes readings that are impossible or not
+            reproducible (:mod:`stepscope.measure.sanity_checks`).
     """
     keys = key_columns(cases)
     columns = [*keys, *TIME_COLUMNS[len(KEYS) :]]

@@ -179,7 +179,7 @@ def time_steps(
         One row per step and phase, and one for the step's total, with the columns :data:`SAMPLE_COLUMNS`.
 
     Raises:
-        torch.OutOfMemoryError: memory ran out; the message names the step.
+        torch.OutOfMemoryError: If memory runs out; the message names the step.
     """
     phases = Phases(device)
     timed_ms = 0.0
@@ -213,10 +213,10 @@ def wall_times_ms(samples: pd.DataFrame) -> pd.Series:
 
 
 def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float]:
-    """Run steps one after another, as in training; return how many ms each takes.
+    """Run steps one after another, as in training; return the time of each step in ms.
 
-    The host waits only once, after the last step. The times are differences between CUDA events, or on a CPU
-    between times of the host.
+    The host waits only once, after the last step. The times are differences between CUDA events on a GPU, and
+    between host times on a CPU.
     """
     phases = Phases(device, steps)
     synchronize = synchronizer(device)
@@ -232,7 +232,7 @@ def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float
 def run_for(step: Callable[[], Any], device: str, seconds: float, before: Callable[[], object] = noop) -> int:
     """Run ``step`` at least once and for at least ``seconds``; return the number of steps.
 
-    Each step is synchronized.
+    Synchronize after each step.
 
     Args:
         before: called before each step.

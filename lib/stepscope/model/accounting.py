@@ -295,7 +295,7 @@ def parameter_rounding(config: StepConfig) -> int:
 
 
 class Instant(NamedTuple):
-    """The live bytes at one instant, without the weights, the optimizer state and the batch.
+    """The live bytes at one instant, excluding the weights, the optimizer state and the batch.
 
     ``layer`` is None outside the blocks. ``variables`` are the bytes of the step's local variables (logits, loss).
     """
@@ -342,7 +342,7 @@ def formulas_of(config: StepConfig) -> Formulas:
     """Return the formulas for a configuration's attention and precision.
 
     Raises:
-        StepscopeError: the configuration compiles, and there are no formulas for compiled steps.
+        StepscopeError: If the configuration compiles, and there are no formulas for compiled steps.
     """
     if config.compile != "none":
         raise StepscopeError(f"compile: got {config.compile!r}, but the memory formulas only cover 'none'")
@@ -378,7 +378,7 @@ def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> I
             backward runs each group's forward again.
 
     Raises:
-        StepscopeError: the configuration has no formulas.
+        StepscopeError: If the configuration has no formulas.
     """
     sizes = _Sizes(config, blocks_per_checkpoint)
     if mode == "forward":
@@ -531,7 +531,7 @@ def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0)
     The arguments are the same as those of :func:`instants`.
 
     Raises:
-        StepscopeError: the configuration has no formulas.
+        StepscopeError: If the configuration has no formulas.
     """
     share = _rounding_share(config)
     top = max(

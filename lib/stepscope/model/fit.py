@@ -70,7 +70,7 @@ RESERVED = (
 
 
 class Fit(NamedTuple):
-    """How one step fits into the memory.
+    """The prediction of whether one step fits into a GPU's memory.
 
     ``fits`` is "yes", "no", or "tight" (the peak exceeds :data:`TIGHT` of the memory). Each ``largest_`` field is
     the largest value that fits while the others stay the same; 0 or "none" if no value fits.
@@ -85,7 +85,10 @@ class Fit(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One case of the handout's benchmark: the fp32 peak of the phases that ``mode`` runs, and whether it fits."""
+    """One case of the handout's benchmark.
+
+    The case has the fp32 peak of the phases that ``mode`` runs, and whether this peak fits.
+    """
 
     size: str
     mode: str
@@ -95,7 +98,7 @@ class Case(NamedTuple):
 
 
 def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]:
-    """Predict whether a configuration trains in a GPU's memory: one row per step of :data:`STEPS`.
+    """Predict whether a configuration trains within a GPU's memory, with one row per step in :data:`STEPS`.
 
     Args:
         config: its size, context length, batch size and vocabulary are used. Each row sets all other fields.
@@ -120,7 +123,7 @@ def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]
 def largest_sizes(
     config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025
 ) -> dict[str, list[str]]:
-    """Return, for each of :data:`STEPS`, the largest size of the handout that fits at each context length.
+    """Return the handout's largest size that fits, for each of :data:`STEPS` and each context length.
 
     An entry is "none" if not even the smallest size fits. The arguments are the same as those of :func:`grid`.
     """
@@ -136,7 +139,7 @@ def largest_sizes(
 
 
 def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025) -> list[Case]:
-    """Predict the peaks of the handout's benchmark: its sizes in ascending order, by mode and context length.
+    """Predict the peaks of the handout's benchmark by size (in ascending order), mode and context length.
 
     Args:
         config: its batch size and vocabulary are used.

@@ -1,4 +1,4 @@
-"""Floating-point operations of the model by formula: 2 per multiply-add of a matmul.
+"""Count the model's floating-point operations by formula, with 2 per multiply-add of a matmul.
 
 We follow ``torch.utils.flop_counter`` and appendix B of the PaLM paper: norms, softmax and other pointwise work
 are omitted, and attention counts the full T x T square, because naive attention computes it.

@@ -147,7 +147,7 @@ def annotated(model: nn.Module) -> Iterator[Annotation]:
     """Open an NVTX range around every method of ``model`` that has a region's name, until the block ends.
 
     To name a backward pass as well, call the annotation's ``link_backward()`` before it. After a forward pass
-    without a backward pass, call ``made.clear()``.
+    without a backward pass, call the annotation's ``made.clear()``.
     """
     annotation = Annotation()
     named_methods = list(_named_methods(model))

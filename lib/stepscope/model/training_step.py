@@ -103,7 +103,7 @@ def build_step(config: StepConfig, mode: str | None = None) -> Step:
         mode: defaults to the configuration's mode, or to "step" if the run has several.
 
     Raises:
-        torch.OutOfMemoryError: the weights alone don't fit.
+        torch.OutOfMemoryError: If the weights alone don't fit.
     """
     if config.device == "cuda":
         torch.cuda.empty_cache()  # cached blocks would count as reserved
@@ -170,7 +170,7 @@ def out_of_memory_names(doing: str) -> Iterator[None]:
     """Prefix out-of-memory errors with "while ``doing``".
 
     Raises:
-        torch.OutOfMemoryError: memory ran out in the block. The CPU allocator's RuntimeError is converted.
+        torch.OutOfMemoryError: If memory runs out in the block. The CPU allocator's RuntimeError is converted.
     """
     try:
         yield

@@ -1,6 +1,6 @@
 """Code that makes a training step faster. Each file implements one optimization and explains how it works.
 
-The package has AdamW with master weights, FP8 matmuls, chunked cross-entropy, attention in float64 for
+The package contains AdamW with master weights, FP8 matmuls, chunked cross-entropy, attention in float64 for
 comparisons, and the subject that the ladder's transforms change.
 
     from stepscope.optimizations import MasterAdamW

@@ -100,9 +100,10 @@ if HAS_TRITON:
 
     @triton.jit
     def _update(at, master, m, v, gradient, scalars, step, exact: tl.constexpr):
-        """Apply :func:`update_` to the elements ``at`` these offsets of the buffers, and return the new weights.
+        """Apply :func:`update_` to the elements at the offsets ``at`` in the buffers, and return the new weights.
 
-        ``scalars`` and ``step`` point to the values of the parameter to which the elements belong."""
+        ``scalars`` and ``step`` point to the values of the parameter to which the elements belong.
+        """
         old_m = tl.load(m + at)
         old_v = tl.load(v + at)
         old = tl.load(master + at)

@@ -35,7 +35,7 @@ def default_adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def capturable_adamw(model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-    """Make an AdamW for CUDA graphs, which read the rate and the step count from tensors on the GPU."""
+    """Create an AdamW for CUDA graphs, with the learning rate and the step counts in tensors on the GPU."""
     on_gpu = next(model.parameters()).is_cuda
     rate = torch.tensor(RATE, device="cuda") if on_gpu else RATE
     form = "fused" if fused else "foreach"

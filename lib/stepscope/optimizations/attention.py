@@ -19,7 +19,10 @@ MAX_SCORES = 2**28  # number of scores that exist at once (2 GiB in float64); fo
 
 
 class Inputs:
-    """Random queries, keys, values and output gradients of one context length, and lazily created causal masks."""
+    """Random queries, keys, values and output gradients for one context length.
+
+    Causal masks are created on first use.
+    """
 
     def __init__(self, config: RunConfig, context_length: int):
         generator = torch.Generator(config.device).manual_seed(config.seed)

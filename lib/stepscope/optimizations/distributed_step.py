@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 class Batch(NamedTuple):
-    """One rank's batch, which a step reads; copy the next batch into `tokens` and `targets`."""
+    """The batch that a rank's step reads. Copy the next batch into `tokens` and `targets`."""
 
     tokens: torch.Tensor  # (B, T)
     targets: torch.Tensor  # (B, T)
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One collective of a step: its kind, and the elements and dtype of its larger side."""
+    """One collective of a step: its kind, and the number of elements and the dtype of its larger side."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter or broadcast
     elements: int
@@ -90,12 +90,12 @@ def training_step(
 
 # <strategies>
 def alone(model: nn.Module, batch: Batch) -> Distributed:
-    """Train on each GPU alone, without communication: a control."""
+    """Train on each GPU separately, without communication, as a control."""
     return Distributed(training_step(model, adamw(model), batch), list)
 
 
 def naive(model: nn.Module, batch: Batch) -> Distributed:
-    """Average the gradients after backward, one all-reduce per parameter."""
+    """Average the gradients after backward with one all-reduce per parameter."""
     parameters = list(model.parameters())
 
     def average_gradients() -> None:
@@ -125,7 +125,7 @@ def flat(model: nn.Module, batch: Batch) -> Distributed:
 
 
 def overlapped(model: nn.Module, batch: Batch) -> Distributed:
-    """Start each parameter's all-reduce as soon as backward has its gradient, and wait before the optimizer."""
+    """Start each parameter's all-reduce when backward has its gradient; wait for all before the optimizer runs."""
     parameters = list(model.parameters())
     works = []
 
@@ -156,7 +156,7 @@ def ddp(
 ) -> Distributed:
     """Let PyTorch's DDP all-reduce buckets of gradients during backward.
 
-    Without `communicate`, the buckets are filled and copied back, but not sent: a control.
+    If `communicate` is False, the buckets are filled and copied back but not sent, which serves as a control.
 
     Args:
         bucket_mib: the size of a bucket; None for DDP's default, in which the first bucket has 1 MiB.
@@ -183,7 +183,7 @@ def ddp(
 
 
 def zero1(model: nn.Module, batch: Batch) -> Distributed:
-    """Shard the optimizer: each rank keeps the moments of its share of the parameters, and sends the results."""
+    """Shard the optimizer's moments; each rank updates its share of the parameters, then broadcasts the share."""
 
     def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
         on_gpu = next(model.parameters()).is_cuda
@@ -200,7 +200,7 @@ def zero1(model: nn.Module, batch: Batch) -> Distributed:
 
 
 class ReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter on a communicator of its own, so that it doesn't wait for all-gathers."""
+    """FSDP's reduce-scatter on a separate communicator, so that it doesn't wait for all-gathers."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -217,13 +217,13 @@ def fsdp(
     separate_group: bool = False,
     communicate: bool = True,
 ) -> Distributed:
-    """Shard weights, gradients and moments with FSDP2: each block's weights are gathered when they are needed.
+    """Shard weights, gradients and moments with FSDP2, which gathers each block's weights when it needs them.
 
     Args:
         reshard: free the gathered weights after forward, and gather them again for backward.
         bf16_reduction: reduce the gradients in bf16.
-        separate_group: reduce gradients on a communicator of their own.
-        communicate: False shards over one rank: a control with FSDP's bookkeeping, but no communication.
+        separate_group: reduce gradients on a separate communicator.
+        communicate: if False, shard over a single rank. This control has FSDP's bookkeeping but no communication.
     """
     device = batch.tokens.device.type
     ranks = dist.get_world_size()
@@ -259,11 +259,11 @@ def fsdp(
 
 
 def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: int = 11) -> Distributed:
-    """Capture a strategy's step, communication included, as one CUDA graph.
+    """Capture a strategy's step, including its communication, as one CUDA graph.
 
     Args:
-        make: applies the strategy; DDP must be built on the stream of the capture.
-        warmup_steps: steps before the capture; DDP needs 11.
+        make: a function that applies the strategy; DDP must be built on the stream of the capture.
+        warmup_steps: the number of steps before the capture; DDP needs 11.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -294,13 +294,13 @@ def graph_adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def ddp_graph(model: nn.Module, batch: Batch, bucket_mib: float = 100, **options) -> Distributed:
-    """Run DDP's step, all-reduces included, as one CUDA graph, so that the host launches it at once."""
+    """Run DDP's step, including its all-reduces, as one CUDA graph that the host launches with one call."""
     make = partial(ddp, model, batch, bucket_mib, make_optimizer=graph_adamw, **options)
     return in_graph(make, model)
 
 
 def alone_graph(model: nn.Module, batch: Batch) -> Distributed:
-    """Train on each GPU alone, with the step as one CUDA graph: a control."""
+    """Train on each GPU separately, with the step captured as one CUDA graph, as a control."""
     step = training_step(model, graph_adamw(model), batch)
     return in_graph(lambda: Distributed(step, list), model)
 
@@ -309,7 +309,7 @@ def alone_graph(model: nn.Module, batch: Batch) -> Distributed:
 
 
 def communication_only(messages: list[Message], device: torch.device) -> Callable[[], None]:
-    """Return a step that only communicates: a control.
+    """Return a step that only communicates, as a control.
 
     Args:
         messages: the collectives, as another strategy's `messages` returns them.

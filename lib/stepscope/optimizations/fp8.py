@@ -92,7 +92,7 @@ def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
-    """Return a power of two for each largest magnitude, of any shape; the quotient of the two is in [128, 256)."""
+    """Return a power-of-two scale for each largest magnitude (any shape); magnitude / scale is in [128, 256)."""
     exponent = torch.frexp(largest).exponent - 8
     return torch.ldexp(torch.ones_like(largest), exponent)
 
@@ -157,7 +157,7 @@ class Fp8Linear(nn.Linear):
     MasterAdamW writes the weight. Before that, the scale is NaN, and so is the output.
 
     Raises:
-        TypeError: the weight is not bf16 in forward, because MasterAdamW has not been created yet.
+        TypeError: If the weight is not bf16 in forward, because MasterAdamW has not been created yet.
     """
 
     weight_scale: Tensor
@@ -173,7 +173,7 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(blocks: nn.Module) -> None:
-    """Turn every linear layer in ``blocks`` into an :class:`Fp8Linear`; the head is not in the blocks.
+    """Turn every linear layer in ``blocks`` into an :class:`Fp8Linear`. The head is outside the blocks.
 
     Call this after moving the model to its device, and before creating MasterAdamW, which writes FP8 weights.
     """

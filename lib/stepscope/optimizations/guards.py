@@ -1,7 +1,7 @@
 """Checks of MasterAdamW: parameters must fit into one buffer, and options must be supported.
 
-Each failed check raises a ValueError, because otherwise training would continue with wrong results: with an
-ignored option, or with parameters that another library shards or averages.
+Each failed check raises a ValueError. Otherwise, training would continue with wrong results, because an option is
+ignored or because another library shards or averages the parameters.
 """
 
 import gc
@@ -47,7 +47,7 @@ def check_group(group: dict[str, Any], moments: torch.dtype) -> None:
     """Check a parameter group's options.
 
     Raises:
-        ValueError: an option is out of range (with torch's message), or MasterAdamW doesn't support it.
+        ValueError: If an option is out of range (with torch's message), or MasterAdamW doesn't support it.
     """
     rate, beta1 = group["lr"], group["betas"][0]
     if isinstance(rate, Tensor):
@@ -76,7 +76,8 @@ def check_parameters(named: Mapping[str, Tensor]) -> None:
     """Check that the parameters can become views of one buffer.
 
     Raises:
-        ValueError: parameters are sharded, already wrapped by DDP, on several devices, or neither fp32 nor bf16.
+        ValueError: If parameters are sharded, already wrapped by DDP, on several devices, or neither fp32 nor
+            bf16.
     """
     first, *_ = named
     device = named[first].device

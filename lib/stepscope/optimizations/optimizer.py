@@ -97,7 +97,7 @@ def _has_shape(state: dict[str, Any], key: str, shape: torch.Size) -> bool:
 
 
 def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor has these strides, except in dimensions of size 1, whose strides mean nothing."""
+    """Return whether a tensor has these strides, except in dimensions of size 1, whose strides don't matter."""
     if x.stride() == strides:
         return True
     return all(size == 1 or own == other for size, own, other in zip(x.shape, x.stride(), strides))
@@ -128,9 +128,9 @@ class MasterAdamW(torch.optim.Optimizer):
         betas, eps, weight_decay: defaults for groups that don't set them.
 
     Raises:
-        ValueError: ``moments`` is another dtype, an option is out of range, ``lr`` is on another device, or a
-            name is used twice; parameters are sharded, wrapped by DistributedDataParallel, on several devices,
-            or neither fp32 nor bf16; or, on a GPU, an FP8 weight has a side that is not a multiple of 64.
+        ValueError: If ``moments`` is another dtype, an option is out of range, ``lr`` is on another device, or a
+            name is used twice; if parameters are sharded, wrapped by DistributedDataParallel, on several devices,
+            or neither fp32 nor bf16; or if, on a GPU, an FP8 weight has a side that is not a multiple of 64.
     """
 
     @torch.no_grad()
@@ -282,7 +282,7 @@ class MasterAdamW(torch.optim.Optimizer):
         """Return the offsets of the tiles' first elements in a matrix.
 
         Raises:
-            ValueError: a side is not a multiple of 64.
+            ValueError: If a side is not a multiple of 64.
         """
         height, width = self.shapes[index]
         if height % 64 or width % 64:
@@ -294,7 +294,7 @@ class MasterAdamW(torch.optim.Optimizer):
         return starts.flatten()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, without its frozen parameters. This works only during construction."""
+        """Add a group, omitting its frozen parameters. This works only during construction."""
         if hasattr(self, "master"):
             raise RuntimeError("all weights share one buffer: pass all groups when you create MasterAdamW")
         super().add_param_group(param_group)
@@ -316,7 +316,7 @@ class MasterAdamW(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Construct the copy from the pickled parameters, which are copies, too."""
+        """Reconstruct the optimizer from the pickled copies of its parameters."""
         groups = [dict(group) for group in state["groups"]]
         type(self).__init__(self, groups, moments=state["moments"])
         self.load_state_dict(state["saved"])
@@ -348,7 +348,7 @@ class MasterAdamW(torch.optim.Optimizer):
         detected.
 
         Raises:
-            RuntimeError: a parameter was moved or cast, and is no longer a view of the buffer.
+            RuntimeError: If a parameter was moved or cast, and is no longer a view of the buffer.
         """
         parameters = self.named.items()
         for (name, parameter), address in zip(parameters, self.addresses):
@@ -377,7 +377,7 @@ class MasterAdamW(torch.optim.Optimizer):
             self._round_fp8(index)
 
     def _share_masters(self) -> None:
-        """Broadcast the masters and moments of rank 0 once, because DDP only broadcast the rounded weights."""
+        """Broadcast the masters and moments of rank 0 once, because DDP broadcasts only the rounded weights."""
         if self.replicas and self.replicas() is not None:
             return
         wrapper = guards.find_wrapper(self.parameters)
@@ -414,7 +414,7 @@ class MasterAdamW(torch.optim.Optimizer):
         dicts of torch's AdamW have no masters; the masters are then the model's current weights.
 
         Raises:
-            ValueError: groups or parameter shapes don't match, an option is out of range, or only some
+            ValueError: If groups or parameter shapes don't match, an option is out of range, or only some
                 parameters have a master. The optimizer is then unchanged.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -503,11 +503,11 @@ class MasterAdamW(torch.optim.Optimizer):
         """Take one step. Parameters without a gradient don't change.
 
         Raises:
-            RuntimeError: a gradient is sparse, or of another memory format or dtype; a parameter was moved or
-                cast, is no longer in its group, or has started to require a gradient; or a parameter has no
+            RuntimeError: If a gradient is sparse, or has another memory format or dtype; if a parameter was moved
+                or cast, is no longer in its group, or has started to require a gradient; or if a parameter has no
                 gradient while a graph is captured.
-            TypeError: a group's learning rate is no longer a tensor while a graph is captured.
-            ValueError: an option of a group is out of range.
+            TypeError: If a group's learning rate is no longer a tensor while a graph is captured.
+            ValueError: If an option of a group is out of range.
         """
         loss = None
         if closure is not None:

@@ -88,7 +88,7 @@ class TrainedSubject(Subject):
         """Put the weights (drawn from the seed), the optimizer and the batch on the device.
 
         Raises:
-            torch.OutOfMemoryError: the device's memory is too small for them.
+            torch.OutOfMemoryError: If the device's memory is too small for them.
         """
         torch.set_float32_matmul_precision(self.matmul_precision)
         for name, parameter in self.parameters.items():
@@ -114,14 +114,14 @@ class TrainedSubject(Subject):
             torch.cuda.empty_cache()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the fp32 weights, for reading and writing: the optimizer's masters, or the model's parameters."""
+        """Return the writable fp32 weights, which are the optimizer's masters or else the model's parameters."""
         if isinstance(self.optimizer, MasterAdamW):
             return self.optimizer.masters()
         return self.parameters
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """Draw the weights from a seed, equal for every optimization, and restart the optimizer."""
+        """Draw the weights from a seed that is the same for every optimization, and restart the optimizer."""
         weights = self.weights()
         generator = torch.Generator(self.device).manual_seed(seed)
         for name in sorted(weights):
@@ -154,7 +154,10 @@ class TrainedSubject(Subject):
         return nullcontext()
 
     def without_randomness(self) -> AbstractContextManager:
-        """Return a context in which steps draw no random numbers, for comparisons; this model has no dropout."""
+        """Return a context in which steps draw no random numbers, for comparisons.
+
+        The context does nothing here, because this model has no dropout.
+        """
         return nullcontext()
 
     def gradients(self) -> Tensor:

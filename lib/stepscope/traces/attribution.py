@@ -105,8 +105,8 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
         ranges: with the additional columns role (phase, step, region) and step.
 
     Raises:
-        TraceError: the ranges of a thread cross, or the capture spans too much time.
-        ConservationError: two phases or two steps of a process overlap.
+        TraceError: If the ranges of a thread cross, or if the capture spans too much time.
+        ConservationError: If two phases or two steps of a process overlap.
     """
     _check_span(records)
     path = records.path
@@ -168,7 +168,7 @@ def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _check_span(records: Records) -> None:
-    """Raise TraceError if the threads' times don't fit on one axis, on which ``enclosing`` places them."""
+    """Raise TraceError if the times of all threads don't fit on the single axis that ``enclosing`` uses."""
     ranges = records.ranges
     thread, _, start, end = records.launches
     times = np.concatenate([start, end, ranges["start_ns"], ranges["end_ns"]])
@@ -199,7 +199,7 @@ def open_range(
         (n,) the index of the open range in ``ranges``; -1 if none is open.
 
     Raises:
-        ConservationError: ``strict`` is given, and two of the ranges overlap.
+        ConservationError: If ``strict`` is given, and two of the ranges overlap.
     """
     rows = outermost(ranges)
     if strict and len(rows) < len(ranges):
@@ -259,7 +259,7 @@ def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns:
     """Add the column ``step`` to ``ranges``; return the row of the innermost range at each time on its thread.
 
     Raises:
-        TraceError: the ranges of a thread cross.
+        TraceError: If the ranges of a thread cross.
     """
     range_key = ranges["key"].to_numpy()
     starts = ranges["start_ns"].to_numpy()
@@ -353,7 +353,7 @@ def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nda
 
 
 def matching(names: pd.Series, predicate: Callable[[str], object]) -> np.ndarray:
-    """Return a mask of the names that fulfill a predicate. The predicate is called once per distinct name."""
+    """Return a mask of the names that satisfy a predicate. The predicate is called once per distinct name."""
     matches = [bool(predicate(str(name))) for name in names.cat.categories]
     return np.array(matches, bool)[names.cat.codes]
 

@@ -15,8 +15,8 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
         totals: the totals that activity_totals returns for the same capture.
 
     Raises:
-        ConservationError: an operation occurs twice; or the number or time of a kind of operations, summed over
-            phases, regions or steps, differs from the capture's total.
+        ConservationError: If an operation occurs twice, or if the number or total time of any kind of operation,
+            summed over phases, regions or steps, differs from the capture's total.
     """
     is_duplicate = operations.duplicated(["kind", "row"])
     if is_duplicate.any():
@@ -48,7 +48,7 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
         (their number).
 
     Raises:
-        ConservationError: the operations belong to several processes or devices.
+        ConservationError: If the operations belong to several processes or devices.
     """
     if len(operations[["process", "device"]].drop_duplicates()) > 1:
         raise ConservationError(

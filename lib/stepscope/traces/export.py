@@ -81,9 +81,10 @@ def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
             start_ns, end_ns, process, thread and step.
 
     Raises:
-        TraceError: the file is missing, is not an nsys export, or has no kernels; a value is not an integer, or
-            an event ends before it starts; a CUDA graph was traced as a whole; or the ranges of a thread cross.
-        ConservationError: two phases or two steps of a process overlap.
+        TraceError: If the file is missing, is not an nsys export, or has no kernels; if a value is not an integer,
+            or an event ends before it starts; if a CUDA graph was traced as a whole; or if the ranges of a thread
+            cross.
+        ConservationError: If two phases or two steps of a process overlap.
     """
     return attribute(read_export(path))
 
@@ -99,7 +100,7 @@ def read_export(
         whole_graphs: whether to read each replay of a CUDA graph that was traced as a whole as one operation.
 
     Raises:
-        TraceError: as in ``load_trace``; graphs traced as a whole are only an error without ``whole_graphs``.
+        TraceError: As in ``load_trace``; graphs traced as a whole are only an error without ``whole_graphs``.
     """
     # sqlite releases the GIL, so tables are read in parallel
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
@@ -153,7 +154,7 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
     SQLite computes the totals, so they don't depend on how the operations are read.
 
     Raises:
-        TraceError: as in ``load_trace``.
+        TraceError: As in ``load_trace``.
     """
     with _reading(path) as connection:
         rows = [
@@ -164,7 +165,7 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
 
 
 def device_names(path: Path | str) -> dict[int, str]:
-    """Return GPU names by id, without GPUs that the export doesn't name."""
+    """Return GPU names by id, omitting GPUs that the export doesn't name."""
     with _reading(path) as connection:
         has_names = {"id", "name"} <= _columns(connection, GPUS)
         rows = _rows(connection, GPUS, ["id", "name"]) if has_names else ()
@@ -172,9 +173,9 @@ def device_names(path: Path | str) -> dict[int, str]:
 
 
 def waiting_calls(path: Path | str) -> pd.DataFrame:
-    """Return the long host calls: kind ("call"), name, key (the thread's), start_ns, end_ns.
+    """Return the long host calls, with the columns kind ("call"), name, key (the thread's), start_ns and end_ns.
 
-    Launches are left out unless they are slow. The result is empty if the export does not name calls.
+    Launches are omitted unless they are slow. The result is empty if the export does not name calls.
     """
     with _reading(path) as connection:
         rows = (
@@ -201,7 +202,7 @@ _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPi
 def nccl_payloads(path: Path | str) -> pd.DataFrame:
     """Read the message sizes and communicators that NCCL attaches to its NVTX ranges.
 
-    Only exports made with ``--include-json=true`` have them; the result is empty for others.
+    Only exports made with ``--include-json=true`` contain these payloads. For other exports, the result is empty.
 
     Returns:
         One row per range: key (the thread's), start_ns, end_ns, message_bytes, and communicator (NCCL's id as
@@ -311,7 +312,7 @@ def _rows(
 
 
 def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
-    """Read columns of a table in the table's order, without a Python object per row; None if there are no rows."""
+    """Read columns in the table's order without creating Python objects for rows; return None without rows."""
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         if not _has_table(connection, table):
             return None
@@ -338,8 +339,8 @@ def _integer_columns(path: Path | str, table: str, columns: Sequence[str], where
     """Read columns of a table as int64, (columns, rows); NULL becomes -1.
 
     Raises:
-        TraceError: a value is not an integer, or is missing in one of NOT_NULL_COLUMNS; a time or correlation id
-            is out of range; or a row ends before it starts.
+        TraceError: If a value is not an integer, or is missing in one of NOT_NULL_COLUMNS; if a time or
+            correlation id is out of range; or if a row ends before it starts.
     """
     rows = _arrow_columns(path, table, columns, where)
     return np.zeros((len(columns), 0), np.int64) if rows is None else _check_values(path, table, rows)

@@ -45,7 +45,10 @@ def allocations(snapshot: dict) -> pd.DataFrame:
 
 
 def line_of(frames: list[dict]) -> str:
-    """Return "path:line" of the innermost frame in this package (except its ranges) or torch's optimizers."""
+    """Return "path:line" of the innermost frame in this package or torch's optimizers.
+
+    Frames in the module that opens ranges are skipped.
+    """
     for frame in frames:
         match = PORTABLE_PATH.search(frame["filename"])
         path = match and (match[1] or match[2])

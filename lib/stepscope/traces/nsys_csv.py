@@ -87,8 +87,8 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
         has the columns of REPORTS if the file name contains the report's name.
 
     Raises:
-        TraceError: the file cannot be read, is not such a report, or contains several reports; a line is cut off;
-            or numbers have thousands separators or a decimal comma.
+        TraceError: If the file cannot be read, is not such a report, or contains several reports; if a line is cut
+            off; or if numbers have thousands separators or a decimal comma.
     """
     path = Path(path)
     try:
@@ -216,7 +216,7 @@ def _empty_table(text: str, path: Path) -> pd.DataFrame:
 def _convert_column(heading: str, column: pd.Series, path: Path | str) -> pd.Series:
     """Convert a column: times become nanoseconds (integers unless they are averages), other numbers don't change.
 
-    The columns in TEXT_COLUMNS stay text, and so do columns without a unit that contain other values than numbers.
+    The columns in TEXT_COLUMNS stay text, and so do columns without a unit that contain values other than numbers.
     """
     name, unit = column_name(heading), heading.strip().removesuffix(")").partition("(")[2]
     if name in TEXT_COLUMNS:

@@ -17,7 +17,7 @@ INSTALL_PATTERNS = (
 
 
 class NsysError(StepscopeError, RuntimeError):
-    """nsys is missing, incomplete or failed; the message quotes its output."""
+    """nsys is missing, is incomplete or has failed; the message quotes its output."""
 
 
 def find_nsys() -> Path | None:
@@ -46,7 +46,7 @@ def missing_libraries(nsys: Path) -> list[str]:
     """Return the shared libraries that nsys's importer cannot find; empty if nsys is complete.
 
     The importer turns a capture into a report. The copy inside Nsight Compute lacks ``libdw.so.1`` and
-    ``libelf.so.1``, so it can capture but makes no reports.
+    ``libelf.so.1``, so it can capture but can't create reports.
     """
     program_path = Path(os.path.realpath(nsys))
     if program_path.stat().st_size < 4096:  # a wrapper script: check the program that it runs
@@ -71,7 +71,7 @@ def export_capture(nsys: Path, report: Path, export: Path) -> Path:
     """Export a capture to sqlite, with the payloads of NVTX ranges if this nsys supports them.
 
     Raises:
-        NsysError: nsys exported nothing; the message quotes its output.
+        NsysError: If nsys exported nothing; the message quotes its output.
     """
     command = ("export", "--type=sqlite", "--force-overwrite=true")
     output_of(nsys, *command, "--include-json=true", "--output", export, report)
@@ -84,10 +84,10 @@ def export_capture(nsys: Path, report: Path, export: Path) -> Path:
 
 
 def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str, Path]:
-    """Write CSV reports next to an export with ``nsys stats``; return the paths of the reports that nsys wrote.
+    """Use ``nsys stats`` to write CSV reports to the folder of an export; return the reports' paths.
 
     Raises:
-        NsysError: nsys wrote no report; the message quotes the output of nsys.
+        NsysError: If nsys wrote no report; the message quotes the output of nsys.
     """
     # a copy, because nsys does not promise to leave its input unchanged
     copy = Path(shutil.copy(export, export.with_name("stats.sqlite")))

@@ -18,7 +18,10 @@ class AmbiguousProcess(Exception):
 
 
 def process_numbers(names: list[str]) -> dict[str, int]:
-    """Number processes by name ("11", "[TP00] 11"): use the ids in the names if these differ, or else count."""
+    """Return a number for each process name, such as "11" or "[TP00] 11".
+
+    The numbers are the ids in the names if all ids are valid and different. Otherwise, count from 1.
+    """
     unique = [*dict.fromkeys(names)]
     ids = [_id_of(name) for name in unique]
     are_distinct = len({*ids}) == len(ids)
@@ -62,7 +65,7 @@ def find_launching_processes(
         numbers: process numbers by name.
 
     Raises:
-        AmbiguousProcess: several processes remain, because their parts of the file overlap.
+        AmbiguousProcess: If several processes remain, because their parts of the file overlap.
     """
     rows = np.flatnonzero(is_work)
     launching = np.unique(process[is_launch])

@@ -29,9 +29,9 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
     kernel_category, start_ns, end_ns, and in_graph (whether a CUDA graph launched the operation).
 
     Raises:
-        CaptureError: the trace has no named phases, or the launch of an operation is not in the trace.
-        ConservationError: two phases overlap.
-        TraceError: the trace cannot be read.
+        CaptureError: If the trace has no named phases, or the launch of an operation is not in the trace.
+        ConservationError: If two phases overlap.
+        TraceError: If the trace cannot be read.
     """
     records = records_of_own_trace(trace)
     operations = records.operations

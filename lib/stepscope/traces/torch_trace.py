@@ -111,8 +111,8 @@ def load_torch_trace(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
         totals: the number of operations and their duration_ns, by kind.
 
     Raises:
-        TraceError: the file is not such a trace, or an event has unusable times or ids.
-        ConservationError: two phases or two steps overlap.
+        TraceError: If the file is not such a trace, or if an event has unusable times or ids.
+        ConservationError: If two phases or two steps overlap.
     """
     records = records_of_own_trace(path)
     kinds = records.operations.groupby("kind", observed=False)["duration_ns"]
@@ -121,10 +121,10 @@ def load_torch_trace(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
 
 
 def records_of_own_trace(path: Path) -> Records:
-    """Read the records of one of this project's traces, without torch's ranges, whose names contain "#".
+    """Read the records of one of this project's traces, omitting torch's ranges, whose names contain "#".
 
     Raises:
-        TraceError: as in ``load_torch_trace``.
+        TraceError: As in ``load_torch_trace``.
     """
     events = read_trace(path).events
     work = events[events["cat"].isin([*WORK])]
@@ -139,7 +139,10 @@ def is_cpu_work(name: str) -> bool:
 
 
 def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
-    """Return a CPU's operators with their self times, and gloo's collectives, which are put on a second stream."""
+    """Return a CPU's operators with their self times, and gloo's collectives.
+
+    The collectives are assigned to a second stream.
+    """
     operators = self_times(events[(events["cat"] == OPERATOR) & matching(events["name"], is_cpu_work)])
     collectives = events[(events["cat"] == RANGE) & matching(events["name"], GLOO.match)]
     category = pd.Categorical([OPERATOR] * len(collectives), events["cat"].cat.categories)
@@ -147,7 +150,7 @@ def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def self_times(operators: pd.DataFrame) -> pd.DataFrame:
-    """Replace operators' times with their self times: their durations minus those of their children.
+    """Replace operators' times with their self times, which exclude the durations of their children.
 
     Within an outermost operator, each operator's self time is placed before the times of its children. So self
     times don't overlap, and together they last as long as the outermost operator.
@@ -315,7 +318,7 @@ class _Reader:
         ``have_usable_numbers`` later checks all events at once.
 
         Raises:
-            TraceError: the event has unusable times or ids.
+            TraceError: If the event has unusable times or ids.
         """
         args = event.get("args")
         args = args if type(args) is dict else {}
@@ -395,10 +398,10 @@ _EXACT_TIME = re.compile(r"-?\d{1,20}(\.\d{1,12})?")
 
 
 def _exact_time(time: Any) -> float | int | Decimal:
-    """Convert a time in microseconds, which some tools write as text, to a number.
+    """Convert a time in microseconds to a number; some tools write times as text.
 
     Raises:
-        ValueError, TypeError: the value is neither a number nor text that contains only a number.
+        ValueError, TypeError: If the value is neither a number nor text that contains only a number.
     """
     if type(time) in NUMBER_TYPES:
         return time
@@ -455,7 +458,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
         shaped: a pattern for the operators whose shapes are kept.
 
     Raises:
-        TraceError: the file is not such a trace, or is cut off; or an event has unusable times or ids.
+        TraceError: If the file is not such a trace or is cut off, or if an event has unusable times or ids.
     """
     reader = _Reader(path, shaped)
     with open_capture(path) as file:
@@ -492,7 +495,7 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
     """Return the key of each event's process and thread, and the name of each process by number.
 
     Raises:
-        TraceError: GPU operations may belong to any of several processes.
+        TraceError: If GPU operations may belong to any of several processes.
     """
     category, _, thread, _, _, correlation, *_ = numbers.T
     is_work, is_launch = category < len(WORK), (category >= len(WORK)) & (category < _OPERATOR)
@@ -514,12 +517,12 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
 
 
 def _parse_json(path: Path, text: str, reader: _Reader) -> Any:
-    """Parse a trace's JSON, while the reader removes the events.
+    """Parse a trace's JSON; meanwhile, the reader stores and removes the events.
 
     Control characters in names are accepted, because kineto wrote names unescaped.
 
     Raises:
-        TraceError: the text is not valid JSON, or the reader rejects an event.
+        TraceError: If the text is not valid JSON, or the reader rejects an event.
     """
     try:
         return json.loads(text, object_hook=reader.take, strict=False)
@@ -551,7 +554,7 @@ def _json_problem(text: str, error: json.JSONDecodeError) -> str:
 
 
 def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
-    """Return GPU names by the device ids of operations, without GPUs that the trace's header doesn't name.
+    """Return GPU names by the device ids of operations, omitting GPUs that the trace's header doesn't name.
 
     On ROCm, operations have agent ids, which also count CPU sockets, while the header counts only GPUs. Therefore,
     the header's names are used only if they are all the same.
@@ -617,7 +620,7 @@ def _event_problem(path: Path, event: dict, args: dict) -> str:
 
 @contextmanager
 def open_capture(path: Path) -> Iterator[IO[bytes]]:
-    """Open a capture for reading, unzip it if necessary, and raise problems with the file as TraceError."""
+    """Open a capture for reading, and unzip it if necessary; report problems with the file as TraceError."""
     try:
         with path.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
