@@ -154,7 +154,7 @@ class Loop:
         """Build a case's subject and apply its transforms.
 
         Raises:
-            Unsupported: a transform that the case needs doesn't apply.
+            Unsupported: If a transform that the case needs doesn't apply.
         """
         measure.allow_recompiling(MAX_RECOMPILES)
         if case.left_out:  # leaving out a transform is meaningful only if the transform applies
@@ -183,7 +183,7 @@ class Loop:
         """Build a subject without weights; return the subject and the transforms that apply.
 
         Raises:
-            Unsupported: a needed transform doesn't apply.
+            Unsupported: If a needed transform doesn't apply.
         """
         with torch.device(self.device):
             subject = case.build(case.batch_size)
@@ -233,7 +233,7 @@ class Loop:
         """Make the step, for example a CUDA graph; within the context, the learning rate is negligible.
 
         Raises:
-            RuntimeError: the step is a CUDA graph, but its learning rate is a number. Replays would keep using
+            RuntimeError: If the step is a CUDA graph, but its learning rate is a number. Replays would keep using
                 this number even if the learning rate changes.
         """
         subject.step = subject.eager_step  # frees the memory of an earlier graph
@@ -309,7 +309,7 @@ class Loop:
         time of the median step is reported.
 
         Raises:
-            RuntimeError: the profiler recorded nothing.
+            RuntimeError: If the profiler recorded nothing.
         """
         row = case.row
         is_limited = measure.is_power_limited(row)

@@ -69,7 +69,7 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
         quiet: suppress warnings about omitted runs.
 
     Raises:
-        RunsError: the folder doesn't exist or contains no usable run.
+        RunsError: If the folder doesn't exist or contains no usable run.
     """
     if not runs and not PROJECT:
         raise RunsError(
@@ -90,7 +90,7 @@ def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -
         chosen: returns True for the records to read.
 
     Raises:
-        RunsError: the folder doesn't exist.
+        RunsError: If the folder doesn't exist.
     """
     if not store.root.is_dir():
         raise RunsError(f"{store.root}: no such folder")

@@ -294,7 +294,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         out: the folder in which the report will be written, to which its links are relative.
 
     Raises:
-        OutputError: the folder contains no usable run.
+        OutputError: If the folder contains no usable run.
     """
     if not found.records:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'contains no runs'}")

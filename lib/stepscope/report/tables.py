@@ -98,7 +98,7 @@ def number(value: Any, unit: str = "") -> str:
     """Format a number with its unit: "1,092 ms", "94.2 ms", "74%", "3.3x", "128,625,408".
 
     Raises:
-        ValueError: the unit is unknown.
+        ValueError: If the unit is unknown.
     """
     if unit not in UNITS:
         raise ValueError(f"unit: got {unit!r}, but known units are {', '.join(filter(None, UNITS))}")

@@ -31,7 +31,7 @@ def templates_folder() -> Path:
     """Return the folder that contains the writeup's templates.
 
     Raises:
-        NoTemplatesError: this is an installed package, or the folder has no templates.
+        NoTemplatesError: If this is an installed package, or the folder has no templates.
     """
     folder = PROJECT / FOLDER if PROJECT else None
     if folder is None or not any(folder.glob("*.md.j2")):
@@ -61,8 +61,8 @@ def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
 
     Raises:
         DocumentError: names each sentence that does not hold, and each template's first lookup failure.
-        NoTemplatesError: the templates are missing.
-        OutputError: the README in ``out`` contains only one of the two marks.
+        NoTemplatesError: If the templates are missing.
+        OutputError: If the README in ``out`` contains only one of the two marks.
     """
     others = other_datasets(runs)
     texts, figures = render_views(templates_folder(), views, views_of(others))

@@ -188,7 +188,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
         check_files: also compare the executed notebook and each table with the digests in the record.
 
     Raises:
-        RecordError: the record is missing, isn't JSON, doesn't match the schema, is in another run's folder or
+        RecordError: If the record is missing, isn't JSON, doesn't match the schema, is in another run's folder or
             contains an invalid configuration, or a file is missing or modified.
     """
     root, run = folder.parent.parent, f"{folder.parent.name}/{folder.name}"
@@ -224,7 +224,7 @@ def _parse(content: bytes) -> Record:
     """Parse a record.json, and convert old field names to the current names.
 
     Raises:
-        ValidationError: the content isn't JSON or doesn't match the schema.
+        ValidationError: If the content isn't JSON or doesn't match the schema.
     """
     with suppress(ValueError, RecursionError):
         document = json.loads(content)

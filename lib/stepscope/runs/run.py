@@ -77,8 +77,8 @@ def make_run(
         abandoned: returns True once the sweep that requested the run is gone; the run is then killed.
 
     Raises:
-        OSError: a file can't be written.
-        Abandoned: the run was killed because ``abandoned`` returned True.
+        OSError: If a file can't be written.
+        Abandoned: If the run was killed because ``abandoned`` returned True.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     temporary = folder / TEMPORARY

@@ -37,8 +37,8 @@ def code_cells(notebook: Path) -> list[Cell]:
     """Return a notebook's code cells, in order.
 
     Raises:
-        OSError: the file can't be read.
-        ValueError: the file isn't a notebook.
+        OSError: If the file can't be read.
+        ValueError: If the file isn't a notebook.
     """
     content = json.loads(notebook.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):

@@ -58,9 +58,9 @@ class Store:
         The lock is an OS file lock, so it is released even if its holder is killed.
 
         Raises:
-            StoreBusy: another process holds the lock.
-            StoreError: the folder isn't writable, or one of its subfolders is a link, through which runs would be
-                written to another place.
+            StoreBusy: If another process holds the lock.
+            StoreError: If the folder isn't writable, or one of its subfolders is a link, through which runs would
+                be written to another place.
         """
         with self._open_lock() as lock:
             try:
@@ -130,7 +130,7 @@ class Store:
         """Return this configuration's record after checking its files, or None if its run folder doesn't exist.
 
         Raises:
-            RecordError: the record is unusable, or the notebook or a table is missing or modified.
+            RecordError: If the record is unusable, or the notebook or a table is missing or modified.
         """
         folder = self.folder(config)
         return read_record(folder, check_files=True) if os.path.lexists(folder) else None

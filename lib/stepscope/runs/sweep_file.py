@@ -85,7 +85,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
         device: the device on which the sweep will run, "cuda" or "cpu".
 
     Raises:
-        SweepError: the sweep doesn't exist, or it requires a GPU and ``device`` is "cpu".
+        SweepError: If the sweep doesn't exist, or it requires a GPU and ``device`` is "cpu".
     """
     on_cpu = _sweeps_of_studies("sweep_cpu.yaml")
     on_gpu = {file.stem: [file] for file in sorted(ACROSS.glob("*.yaml"))} | _sweeps_of_studies("sweep.yaml")
@@ -118,8 +118,8 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
         gpu_gib: the memory in GiB of the smallest GPU on these machines.
 
     Raises:
-        YamlFileError: a file is missing or isn't plain YAML.
-        SweepError: a block or configuration is invalid, two configurations have the same run id, or there is
+        YamlFileError: If a file is missing or isn't plain YAML.
+        SweepError: If a block or configuration is invalid, two configurations have the same run id, or there is
             nothing to run.
     """
     configs: dict[tuple[str, str], RunConfig] = {}

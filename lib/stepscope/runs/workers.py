@@ -258,7 +258,7 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
         scratch: a folder for Dask's temporary files.
 
     Raises:
-        SchedulerGone: the workers didn't start.
+        SchedulerGone: If the workers didn't start.
     """
     import dask
     from distributed import Client, Nanny, Scheduler, Security, SpecCluster
@@ -351,7 +351,7 @@ def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
         signals: the list of received signals that ask the sweep to end; a signal also ends the wait for workers.
 
     Raises:
-        WorkersError: the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.
+        WorkersError: If the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.
     """
     from distributed import Client
 

@@ -123,8 +123,8 @@ class Views(Mapping[str, pd.DataFrame]):
     """The views of a folder's tables by name; each view is computed once, when it is first looked up.
 
     Raises:
-        MissingTable: a view requires a table that no run contains.
-        ViewError: a view's rows violate its schema.
+        MissingTable: If a view requires a table that no run contains.
+        ViewError: If a view's rows violate its schema.
     """
 
     def __init__(self, tables: Tables) -> None:

@@ -78,7 +78,7 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
             functions that they call.
 
     Raises:
-        DistributedError: this process sees fewer GPUs than the configuration needs.
+        DistributedError: If this process sees fewer GPUs than the configuration needs.
     """
     if config.device == "cuda" and torch.cuda.device_count() < config.gpus:
         raise DistributedError(

@@ -49,7 +49,7 @@ def classify(recording: MemoryHistory, config: Config) -> pd.DataFrame:
     if backward frees it, and "other" if it outlives backward, as logits and loss do while the step refers to them.
 
     Raises:
-        StepscopeError: at the end or peak of a phase, the live bytes differ from the allocator's own count.
+        StepscopeError: If at the end or peak of a phase, the live bytes differ from the allocator's own count.
     """
     table = allocations(recording.snapshot)
     table["phase"] = _phase_of(table["allocated_at"], recording)
@@ -169,7 +169,7 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
     """Check that the history agrees with the allocator's counts at the end and the peak of each phase.
 
     Raises:
-        StepscopeError: a count differs, so the history is incomplete.
+        StepscopeError: If a count differs, so the history is incomplete.
     """
     start = recording.start
     known_bytes = sum(recording.before.values())

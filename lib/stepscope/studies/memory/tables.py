@@ -208,7 +208,7 @@ def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
     These are a title, the timeline of one configuration, and the peaks of its modes.
 
     Raises:
-        LookupError: no mode was recorded.
+        LookupError: If no mode was recorded.
     """
     if tables["memory.timeline"].empty:
         raise LookupError("no mode was recorded")
@@ -235,7 +235,7 @@ def one_level(tables: Tables) -> pd.DataFrame:
     The rows are ordered by context length, and then by blocks per checkpoint. Rows without checkpoints come last.
 
     Raises:
-        LookupError: no run measured one level of checkpoints.
+        LookupError: If no run measured one level of checkpoints.
     """
     rows = tables["memory.checkpoints"]
     rows = rows[(rows["mode"] == "forward_backward") & rows["blocks_per_checkpoint"].notna()]
@@ -253,7 +253,7 @@ def nested(tables: Tables) -> pd.DataFrame:
     """Return the rows of nested checkpoints, with the memory that each policy needs beyond weights and gradients.
 
     Raises:
-        LookupError: no run measured nested checkpoints.
+        LookupError: If no run measured nested checkpoints.
     """
     rows = tables["memory.checkpoints"]
     is_nested = rows["expected_saved_gib"].notna() & (rows["status"] == "ok")

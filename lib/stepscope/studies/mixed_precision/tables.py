@@ -37,7 +37,7 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
     """Return one experiment's rows (see ``numerics``), from the first configuration that has them.
 
     Raises:
-        LookupError: no run has results of the experiment.
+        LookupError: If no run has results of the experiment.
     """
     numerics = tables["mixed_precision.numerics"]
     rows = numerics[numerics["experiment"] == experiment].drop_duplicates(list(NUMBER))

@@ -81,8 +81,8 @@ def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profi
         ranged: runs one step in NVTX ranges; its arguments are the step, the annotation and ``synchronize``.
 
     Raises:
-        NsysError: the process failed, or the profiler wrote no file.
-        ConservationError: the operations don't add up.
+        NsysError: If the process failed, or the profiler wrote no file.
+        ConservationError: If the operations don't add up.
     """
     for _ in range(TRIES):
         with tempfile.TemporaryDirectory(prefix="stepscope-nsys-") as folder:
@@ -196,7 +196,7 @@ class Profile:
         """Check that no operation was lost or counted twice between the capture and the tables.
 
         Raises:
-            ConservationError: the sums over operations, nsys's reports, steps or tables differ.
+            ConservationError: If the sums over operations, nsys's reports, steps or tables differ.
         """
         if not self.has_capture:
             return
@@ -357,7 +357,7 @@ class Profile:
         """The number and the time of the operations in the CSV reports, and in :attr:`operations`.
 
         Raises:
-            ConservationError: the times differ.
+            ConservationError: If the times differ.
         """
         unit = "operators" if self.config.device == "cpu" else "operations"
         rows: list[dict[str, Any]] = []

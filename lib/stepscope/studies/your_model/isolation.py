@@ -28,8 +28,8 @@ def call_isolated(function: Callable[..., Any], limit_s: float, *arguments: Any)
     """Return ``function(*arguments)`` from a new process.
 
     Raises:
-        ProcessFailed: the process was killed, crashed, or took longer than ``limit_s`` seconds.
-        StepscopeError: the function raised this error in the new process.
+        ProcessFailed: If the process was killed, crashed, or took longer than ``limit_s`` seconds.
+        StepscopeError: If the function raised this error in the new process.
     """
     current_process()._config.setdefault("tempdir", _short(_folder().name))  # type: ignore[attr-defined]
     # Otherwise, torch would ask the CUDA driver whether there is a GPU, and processes that the server forks

@@ -67,7 +67,7 @@ class Ladder:
         """Measure all optimizations.
 
         Raises:
-            StepscopeError: the model can't be built or trained in fp32. The user's traceback is printed.
+            StepscopeError: If the model can't be built or trained in fp32. The user's traceback is printed.
         """
         try:
             best = self.call(measure_row, FP32, ())
@@ -138,7 +138,7 @@ class Ladder:
         """Call a function, whose argument is a job, in a new process.
 
         Raises:
-            StepscopeError: the process failed, or the model can't be built or trained.
+            StepscopeError: If the process failed, or the model can't be built or trained.
         """
         job = Job(self.source, self.config, self.folder, name, stack)
         return call_isolated(function, self.config.limit_s, job)

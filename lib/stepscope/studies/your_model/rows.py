@@ -173,7 +173,7 @@ def measure_row(job: Job) -> Outcome:
     """Measure a job's row.
 
     Raises:
-        ModelError: the model can't be built or trained.
+        ModelError: If the model can't be built or trained.
     """
     return RowLoop(job).measure()
 

@@ -143,7 +143,7 @@ def examine(subject: UserSubject) -> dict[str, Any]:
         as "router.py:41").
 
     Raises:
-        ModelError: the step raises, the loss isn't a scalar, or no parameter gets a gradient.
+        ModelError: If the step raises, the loss isn't a scalar, or no parameter gets a gradient.
     """
     device = next(iter(subject.parameters.values())).device.type
     watch = SynchronizationWatch(device)
