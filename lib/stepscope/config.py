@@ -65,7 +65,7 @@ MODE_NAMES = {"forward": "forward", "forward_backward": "forward + backward", "s
 
 
 class ConfigError(StepscopeError, ValueError):
-    """A configuration is invalid; the message names the field, its value and the expected values."""
+    """An error for an invalid configuration; the message names the field, its value and the expected values."""
 
 
 def resolve_size(name: Any, edition: Any = None) -> str:
@@ -289,7 +289,7 @@ class StepConfig(RunConfig):
         return self
 
     def step(self, **changes: Any) -> "StepConfig":
-        """Return a StepConfig with this run's values and ``changes``, without the fields that its study adds."""
+        """Return a StepConfig with this run's values and ``changes``, omitting the fields that its study adds."""
         names = StepConfig.model_fields.keys() - {"study", "size"}
         fields = {name: getattr(self, name) for name in names}
         return StepConfig(**fields | changes)
@@ -321,7 +321,7 @@ def configure(study: str, **values: Any) -> Any:
     Fields that are None count as omitted, and ``device`` defaults to ``auto``.
 
     Raises:
-        ConfigError: the message names each invalid field, its value and the expected values.
+        ConfigError: If a field is invalid; the message names each such field, its value and the expected values.
     """
     known = studies()
     if not isinstance(study, str) or study not in known:
@@ -407,7 +407,7 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
 
 
 def assigned_constants(cell: str) -> list[str]:
-    """Return the names to which a cell assigns constants; empty if the cell does more than assign and import."""
+    """Return the names to which a cell assigns constants, or [] if the cell does more than assign and import."""
     names: list[str] = []
     try:
         for statement in ast.parse(cell).body:

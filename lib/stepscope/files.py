@@ -33,7 +33,7 @@ def read_within(root: Path, name: str, max_bytes: int) -> bytes:
     """Read an entire file below ``root``.
 
     Raises:
-        OSError: as in :func:`open_within`; or the file contains more than ``max_bytes``.
+        OSError: If :func:`open_within` raises it, or the file contains more than ``max_bytes``.
     """
     with open_within(root, name) as file:
         content = file.read(max_bytes + 1)

@@ -54,7 +54,7 @@ def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan
     GPU, so enqueuing takes almost as long as the step.
 
     Args:
-        busy: GPU time over wall time, or NaN.
+        busy: GPU time divided by wall time, or NaN.
         enqueue_ms: the time that the CPU takes to enqueue the step; if it is NaN, only the first condition counts.
         gpu_ms: the time that the GPU takes to run the step.
     """

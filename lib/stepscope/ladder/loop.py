@@ -46,7 +46,7 @@ Build = Callable[[int], TrainedSubject]  # builds a subject with the given batch
 
 @dataclass
 class Case:
-    """What one row measures: a subject with some transforms, at a batch size.
+    """A subject with some transforms at one batch size, measured for one row.
 
     Args:
         needed: transforms that must apply; other transforms are skipped if they don't apply.
@@ -251,7 +251,7 @@ class Loop:
             yield
 
     def settle(self, case: Case, subject: TrainedSubject) -> float:
-        """Warm up, on a GPU until the clock has settled; then return the duration of one step in ms."""
+        """Warm up (on a GPU, until the clock has settled), and return the duration of one step in ms."""
         min_warmups = WARMUPS if is_launched(subject) or case.is_baseline else 1
         warmups = max(self.config.warmup_steps, min_warmups)
         step_ms = measure.back_to_back(subject.step, self.device, warmups)[-1]
@@ -374,12 +374,12 @@ def counts(kernels: pd.DataFrame) -> dict[str, int]:
 
 
 def is_launched(subject: TrainedSubject) -> bool:
-    """Return whether ``launch`` made the step, so that Python doesn't run it kernel by kernel."""
+    """Return whether ``launch`` made the step; Python then doesn't launch its kernels one by one."""
     return subject.step != subject.eager_step
 
 
 def steps_in(seconds: float, step_ms: float) -> int:
-    """Return how many steps take this many seconds, at most :data:`MAX_STEPS`."""
+    """Return how many steps take ``seconds``, but at most :data:`MAX_STEPS`."""
     return min(MAX_STEPS, math.ceil(seconds * 1e3 / step_ms))
 
 

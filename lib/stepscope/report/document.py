@@ -50,7 +50,7 @@ class DocumentError(StepscopeError):
 
 
 def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values, of which there must be at least one.
+    """Return the rows with the given values; require at least one row.
 
     Args:
         values: for each column, a value, a list of allowed values, or ``each`` to allow all values.

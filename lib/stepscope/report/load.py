@@ -158,7 +158,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
 
 
 def _files(store: Store, module: ModuleType, record: Record) -> Tables:
-    """Return one run's tables; empty unless the run finished."""
+    """Return one run's tables, or an empty dictionary if the run didn't finish."""
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
             raise TableError(
@@ -264,7 +264,7 @@ def steady(tables: Tables) -> Tables:
 
 
 def _is_unusable(cases: pd.DataFrame) -> pd.Series:
-    """Return whether each row is inconsistent for another reason than a fluctuating clock."""
+    """Return whether each row is inconsistent for a reason other than a fluctuating clock."""
     is_unusable = cases["inconsistent"] != ""
     if "clock_reasons" in cases:
         is_limited = cases["clock_reasons"].str.contains(POWER_CAP, na=False)

@@ -72,7 +72,9 @@ def stale_figures(report: Report, out: Path) -> list[Path]:
 
 
 def readme(out: Path, first: str) -> dict[str, str]:
-    """Return the README in ``out`` with the text ``first`` inserted between its marks; empty without marks.
+    """Return the README in ``out`` with ``first`` inserted between its marks.
+
+    The result maps the file's name to its text. It is empty if there is no README or the README has no marks.
 
     Raises:
         OutputError: If only one of the two marks is present, or the README can't be read.

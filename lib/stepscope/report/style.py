@@ -99,7 +99,7 @@ STYLE = {
 def look() -> Iterator[None]:
     """Apply this style to matplotlib and seaborn drawings within the context; other drawings keep their style.
 
-    You can also use this context as a decorator, ``@look()``, of a function that draws.
+    You can also decorate a function that draws with ``@look()``.
     """
     with matplotlib.rc_context(STYLE):
         yield

@@ -64,7 +64,7 @@ Result = Annotated[Whole | float | str | bool | None, AfterValidator(_none_if_no
 
 
 class Table(BaseModel):
-    """A run's table: a Parquet file next to the run's record, or another program's file (without ``rows``)."""
+    """A Parquet file with a run's table, or another program's file, for which ``rows`` is None."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -143,7 +143,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """Return one warning for each notebook of which more than one version measured the records' runs."""
+    """Return one warning for each notebook that measured the records' runs in more than one version."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:

@@ -72,7 +72,7 @@ def make_run(
     The record's status is ok, oom (a result) or failed (with a cause).
 
     Args:
-        environment: the run's environment variables, which override this process's.
+        environment: the run's environment variables, which override this process's environment variables.
         timeout_s: the time limit in seconds; a run that exceeds it is killed and recorded as failed.
         abandoned: returns True once the sweep that requested the run is gone; the run is then killed.
 
@@ -143,7 +143,7 @@ def make_run(
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
-    """Return the run's papermill parameters, with the name of a size instead of its dimensions if it has one."""
+    """Return the run's papermill parameters; if the size has a name, the name replaces the dimensions."""
     parameters = json.loads(config.model_dump_json(include=set(config.tunable_fields())))
     if parameters.get("size", "custom") != "custom":
         for field in Dimensions._fields:

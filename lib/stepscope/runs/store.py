@@ -1,8 +1,9 @@
 """Save runs atomically in runs folders, and find them again.
 
 A runs folder contains a folder ``<study>/<run id>/`` for each run, with ``record.json``, the executed
-``notebook.ipynb`` and the tables. A run is first written to ``.partial/``, and moved to its final place only after
-its record is written and synced. Therefore, every saved run is complete, regardless of how or when a sweep ended.
+``notebook.ipynb`` and the tables. A run is first written to ``.partial/``, and moved to its final location only
+after its record is written and synced. Therefore, every saved run is complete, regardless of how or when a sweep
+ended.
 """
 
 import fcntl
@@ -59,8 +60,8 @@ class Store:
 
         Raises:
             StoreBusy: If another process holds the lock.
-            StoreError: If the folder isn't writable, or one of its subfolders is a link, through which runs would
-                be written to another place.
+            StoreError: If the folder isn't writable, or one of its subfolders is a link, which would redirect runs
+                to another location.
         """
         with self._open_lock() as lock:
             try:

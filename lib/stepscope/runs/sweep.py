@@ -174,7 +174,7 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
 
     Args:
         name: the name of this machine's device; None if the workers may be on other machines.
-        gpus: the number of GPUs of the machine that has the most.
+        gpus: the number of GPUs of the machine with the most GPUs.
 
     Raises:
         WorkersError: If a device isn't available, or there are not enough GPUs.
@@ -325,7 +325,7 @@ class _Sweep:
             kill_run_processes(self.store.partial)
 
     def _assign(self) -> None:
-        """Assign runs, in the sweep's order, to workers with a free place on the device that each run needs."""
+        """Assign runs, in the sweep's order, to workers with a free slot on the device that each run needs."""
         for name, config in list(self.todo.items()):
             budget_s = self.options.time_budget_s
             if budget_s is not None and monotonic() - self.began >= budget_s:

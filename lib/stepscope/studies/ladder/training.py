@@ -17,7 +17,7 @@ SEEDS = 3  # number of seeds with which the first optimization trains
 
 
 def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
-    """Draw weights from a seed and train; return the loss of each step.
+    """Initialize the weights from a seed and train; return the loss of each step.
 
     Args:
         text: token ids, (steps, B, T + 1).

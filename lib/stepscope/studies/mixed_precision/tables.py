@@ -83,7 +83,7 @@ def toy(tables: Tables) -> pd.DataFrame:
 
 
 def norm_parts(tables: Tables) -> pd.DataFrame:
-    """Return, for each part of LayerNorm, the input scales at which it loses values, and its error at scale 1."""
+    """Return the input scales at which each part of LayerNorm loses values, and the part's error at scale 1."""
     errors = pivoted(tables, "norm error")
     lost = pivoted(tables, "norm lost")
     columns = {"part": lost.columns}

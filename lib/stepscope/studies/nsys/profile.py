@@ -172,7 +172,10 @@ class Profile:
 
     @cached_property
     def impossible(self) -> dict[str, str]:
-        """The impossible readings of each mode; empty on a CPU, whose operators are not checked."""
+        """The impossible readings of each mode.
+
+        The result is empty on a CPU, because a CPU's operators are not checked.
+        """
         if self.config.device == "cpu" or not self.has_capture:
             return {}
         in_steps = self.trace[self.trace["step"] >= 0]
@@ -317,7 +320,7 @@ class Profile:
 
     @cached_property
     def timeline(self) -> pd.DataFrame:
-        """Two milliseconds from the middle of forward, and of forward replayed as a CUDA graph.
+        """The operations during two milliseconds in the middle of forward, eager and replayed as a CUDA graph.
 
         Times are relative to the start of each window.
         """
@@ -408,7 +411,7 @@ def cut_step(
     mode: str,
     number: int,
 ) -> pd.DataFrame:
-    """Return one step's operations from nsys's reports: operations that start within the step's projection.
+    """From nsys's reports, return the operations that start within one step's projection.
 
     nsys's projection of backward has hardly any operations, because another thread launches the kernels of
     backward. Therefore, all operations between the loss and the optimizer count as backward.

@@ -95,7 +95,7 @@ def busy_share(timeline: pd.DataFrame) -> float:
 
 
 def step_metrics(clocks: pd.DataFrame) -> pd.DataFrame:
-    """Return medians by mode and phase, in ms.
+    """Return the median times in ms by mode and phase.
 
     Unprofiled steps give ``plain_ms`` (wall time) and ``enqueue_ms``, for the total only. Profiled steps give
     ``host_ms`` (between push and pop of a range), ``projected_ms`` (from the first operation to the last),

@@ -135,7 +135,7 @@ class Ladder:
         print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
 
     def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
-        """Call a function, whose argument is a job, in a new process.
+        """Call a function of a job in a new process.
 
         Raises:
             StepscopeError: If the process failed, or the model can't be built or trained.
@@ -171,17 +171,17 @@ def is_launch_bound(row: Mapping[str, Any]) -> bool:
 
 
 def duration_ms(outcome: Outcome) -> float:
-    """Return the time by which steps are compared: the median, or the fastest if the step is launch-bound."""
+    """Return the median wall time for comparing steps, or the fastest if the step is launch-bound."""
     row = outcome.row
     return row.get("wall_min_ms" if is_launch_bound(row) else "wall_ms", math.nan)
 
 
 def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Return why an optimization isn't kept, or "" if it is kept, when one of the two steps is launch-bound.
+    """Return why an optimization isn't kept, or "" if it is kept; at least one step must be launch-bound.
 
-    The wall times of launch-bound steps are less reproducible, so they must differ by more. An optimization that
-    saves GPU time is kept even if the wall time doesn't improve, because a later CUDA graph removes the launches
-    and then shows the gain.
+    The wall times of launch-bound steps are less reproducible, so the times must differ by a larger factor. An
+    optimization that saves GPU time is kept even if the wall time doesn't improve, because a later CUDA graph
+    removes the launches and then shows the gain.
     """
     speedup = before.get("wall_min_ms", math.nan) / row.get("wall_min_ms", math.nan)
     gpu_speedup = before.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
@@ -194,7 +194,7 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
 
 
 def why_dropped(outcome: Outcome, before: Outcome) -> str:
-    """Return why an optimization isn't kept, or "" if its loss is finite and it saves more time than the noise."""
+    """Return why an optimization isn't kept, or "" if its loss is finite and the time saved exceeds the noise."""
     row = outcome.row
     if not math.isfinite(row.get("loss_error", 0.0)):
         return "its loss isn't finite"

@@ -204,7 +204,7 @@ def user_line(error: BaseException | None) -> str:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is user code: not part of Python, PyTorch or stepscope, and not generated.
+    """Return whether a file is neither generated nor part of Python, PyTorch or stepscope.
 
     Other installed packages, such as transformers, count as user code.
     """
