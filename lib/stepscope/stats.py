@@ -71,7 +71,7 @@ def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
 
 
 def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return the speedup in wall time from one step to another; NaN if it is within the noise.
+    """Return the speedup in wall time from one step to another, or NaN if the difference is within the noise.
 
     If one of the steps is launch-bound, the fastest steps are compared, because medians of launch-bound steps
     aren't reproducible, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are

@@ -262,7 +262,7 @@ class Loop:
         return step_ms
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Time steps back to back: as in training, the CPU launches steps without waiting for the GPU."""
+        """Time steps back to back; as in training, the CPU launches steps without waiting for the GPU."""
         measure.reset_peak_memory(self.device)
         with self.launched(subject):
             self.time_launched(case, subject)
@@ -292,7 +292,7 @@ class Loop:
             self.replay(case, subject)
 
     def replay(self, case: Case, subject: TrainedSubject) -> None:
-        """Time an eager step as a CUDA graph, which shows the cost of its launches."""
+        """Capture an eager step as a CUDA graph and time the graph, to show the cost of the eager launches."""
         with measure.out_of_memory({}, "graph"):
             graph = measure.graph_of(subject.eager_step, subject.reset, WARMUPS)
             settling_steps = steps_in(SETTLING_S, case.row["wall_ms"])

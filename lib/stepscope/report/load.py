@@ -1,6 +1,6 @@
 """Load a runs folder into tables, which are validated and joined over all runs of a study.
 
-A faulty run is reported in one sentence and omitted, so that bad input never causes a traceback.
+A faulty run is reported in one sentence and omitted, so bad input never causes a traceback.
 """
 
 import importlib
@@ -65,7 +65,7 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
     names. ``runs`` contains one row per run, and "<study>.results" contains each run's scalar results.
 
     Args:
-        runs: the folder, relative to the checkout if there is one; empty for the committed reference.
+        runs: the folder, relative to the checkout if there is one, or "" for the committed reference.
         quiet: suppress warnings about omitted runs.
 
     Raises:

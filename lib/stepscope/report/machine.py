@@ -267,7 +267,7 @@ def _value(value: object) -> str:
 def link(out: Path) -> Callable[[str], str]:
     """Return a function that formats a link to one of the writeup's headings.
 
-    For a report outside the checkout, the function only names the heading, so that no report contains a local
+    For a report outside the checkout, the function only names the heading, because a link would contain a local
     path.
     """
     is_inside = PROJECT is not None and out.resolve().is_relative_to(PROJECT)

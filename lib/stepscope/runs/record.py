@@ -1,6 +1,6 @@
 """Define a run's record, and the checks that decide whether it is usable.
 
-All checks are in :func:`read_record`, so that every command rejects and names the same records.
+All checks are in :func:`read_record`, so every command rejects and names the same records.
 """
 
 import hashlib

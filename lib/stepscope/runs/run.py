@@ -3,9 +3,9 @@
 An error in a cell tagged ``show`` doesn't fail the run, because such cells only display results.
 
 Each run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in a separate session, together
-with everything it starts: the kernel, nsys, compile workers. All of these processes have the run's folder in their
-environment, so that we can find and kill them together. Their temporary folder is inside the run's folder, so
-that no files are left elsewhere.
+with all processes that it starts, such as the kernel, nsys and compile workers. All of these processes have the
+run's folder in their environment, so that we can find and kill them together. The processes' temporary folder is
+inside the run's folder, so no files remain elsewhere.
 """
 
 import json
@@ -280,9 +280,9 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
     from traitlets import default
 
     class Kernel(AsyncKernelManager):
-        """A kernel that only this user can connect to, because its sockets are in the run's folder.
+        """A kernel whose sockets are in the run's folder, so only this user can connect to it.
 
-        The sockets' path is relative, because it is limited to 107 bytes.
+        The path of the sockets is relative, because socket paths are limited to 107 bytes.
         """
 
         @default("transport")

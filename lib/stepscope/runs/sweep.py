@@ -44,7 +44,7 @@ class SweepOptions:
     """Options for a sweep. By default, its runs use all of this machine's GPUs, or its CPU if it has no GPU.
 
     Args:
-        workers: the maximum number of GPUs; without a GPU, the number of parallel runs, at most one per core.
+        workers: the maximum number of GPUs. If there is no GPU, the number of parallel runs, at most one per core.
         scheduler: the address of a Dask scheduler, whose workers then execute the runs.
         timeout_s: the time limit per run in seconds; a run that exceeds it is killed and recorded as failed.
         time_budget_s: the time in seconds after which the sweep starts no more runs.

@@ -184,7 +184,10 @@ def min_peak_gib(config: RunConfig) -> float:
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
-    """Return the handout's largest size whose step is predicted to fit, or its smallest size without a GPU."""
+    """Return the handout's largest size whose step is predicted to fit.
+
+    If there is no GPU, return the handout's smallest size.
+    """
 
     def fits(size: str) -> bool:
         config = configure(

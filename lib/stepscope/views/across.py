@@ -1,4 +1,4 @@
-"""Define views that join studies: all runs, steps that two studies timed, and a kernel whose time they compare."""
+"""Define views that join studies, and compare the times that two studies measured for the same step or kernel."""
 
 import pandas as pd
 

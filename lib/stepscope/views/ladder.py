@@ -235,7 +235,7 @@ def steps(data: Views) -> pd.DataFrame:
 
 
 def _measured(data: Views) -> pd.DataFrame:
-    """Return :func:`steps`' rows without the columns that compare steps."""
+    """Return the rows of :func:`steps` without the columns that compare steps."""
     rows = _with_device(data, data.table("ladder.steps"))
     rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
     columns = ["parameters", "matmul_bf16", "copy"]

@@ -351,7 +351,7 @@ def readable(names: Iterable[str]) -> dict[str, str]:
     studies=["nsys"],
 )
 def profiled_attention(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: attention's Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``).
+    """Return one row per configuration, with the times of Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``).
 
     Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
     d_model per layer; ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer. ``time_share`` and

@@ -1,4 +1,4 @@
-"""The attention study's tables: the schemas of a run's files, and the tables derived from them."""
+"""Define the schemas of the attention study's run files, and derive tables from these files."""
 
 import pandas as pd
 import pandera.pandas as pa

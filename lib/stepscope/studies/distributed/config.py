@@ -13,7 +13,7 @@ class Strategy:
     """A function of :mod:`stepscope.optimizations.distributed_step` with its options.
 
     Args:
-        control: the strategy that computes the same without communication; "" for a strategy that doesn't
+        control: the strategy that does the same computation without communication, or "" if this strategy doesn't
             communicate.
         is_compiled: whether the model's blocks are compiled.
     """

@@ -1,4 +1,4 @@
-"""The distributed study's figures: the parts of a step by strategy, and the streams of one step."""
+"""Draw the distributed study's figures, which show a step's parts by strategy and the streams of one step."""
 
 from collections.abc import Sequence
 

@@ -215,8 +215,8 @@ class Rank:
     def profile(self, name: str) -> None:
         """Profile steps of a strategy.
 
-        The first step is left out of the ranges, because it may be slow, and because the profilers of the ranks
-        don't start at the same time.
+        The first step has no range, because it may be slow, and because the profilers of the ranks don't start at
+        the same time.
         """
         strategy = STRATEGIES[name]
         distributed = self.apply(strategy, *self.build(strategy))

@@ -134,8 +134,8 @@ def sustained_matmul_rate(device: str) -> dict[str, float]:
 def filling_batch(config: StepConfig, memory_bytes: float) -> int:
     """Return the batch size that fills the memory.
 
-    The result is a multiple of four sequences, and at least four. It is the largest such batch size for which the
-    fully optimized step is predicted to need at most :data:`MAX_MEMORY_SHARE` of the memory.
+    The result is the largest multiple of four sequences for which the fully optimized step is predicted to need at
+    most :data:`MAX_MEMORY_SHARE` of the memory, or four if even four sequences need more.
     """
     max_bytes = MAX_MEMORY_SHARE * memory_bytes
     batch = 4

@@ -280,8 +280,8 @@ def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
 def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
     """Return the live memory by kind after each event of the step, in GiB, with ``mode``, ``event`` and ``phase``.
 
-    A step with more than :data:`MAX_POINTS` events is divided into stretches, of which only the lowest and the
-    highest events are returned.
+    A step with more than :data:`MAX_POINTS` events is divided into stretches, and only the lowest and the highest
+    event of each stretch are returned.
     """
     last = _ends(recording)[-1]
     live = live_bytes(table)[:, : last + 1]
@@ -333,7 +333,10 @@ def group_tensors(
 
 
 def source_line(line: str) -> str:
-    """Return the source text of a line such as "stepscope/model/transformer.py:103"; "" outside this package."""
+    """Return the source text of a line such as "stepscope/model/transformer.py:103".
+
+    If the line is outside this package, return "".
+    """
     path, _, number = line.rpartition(":")
     if not path.startswith(f"{PACKAGE.name}/"):
         return ""

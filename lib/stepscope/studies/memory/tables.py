@@ -1,4 +1,4 @@
-"""The memory study's tables: the schemas of a run's files, and the tables that its notebooks print."""
+"""Define the schemas of the memory study's run files, and derive the tables that the study's notebooks print."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -254,7 +254,7 @@ def one_level(tables: Tables) -> pd.DataFrame:
 
 
 def nested(tables: Tables) -> pd.DataFrame:
-    """Return the rows of nested checkpoints, with the memory that each policy needs beyond weights and gradients.
+    """Return the rows of nested checkpoints, with each policy's memory in addition to weights and gradients.
 
     Raises:
         LookupError: If no run measured nested checkpoints.

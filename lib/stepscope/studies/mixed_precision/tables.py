@@ -1,4 +1,4 @@
-"""The mixed-precision study's tables: the schemas of a run's files, and the tables that its notebook prints."""
+"""Define the schemas of the mixed-precision study's run files, and derive the tables that its notebook prints."""
 
 import pandas as pd
 

@@ -1,4 +1,4 @@
-"""The profiling study's figures: kernel categories by phase, and a timeline of launches and kernels."""
+"""Draw the profiling study's figures, which show kernel categories by phase and a timeline of launches."""
 
 import pandas as pd
 from matplotlib.axes import Axes

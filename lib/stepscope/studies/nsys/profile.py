@@ -141,7 +141,7 @@ class Profile:
         trace: every operation of the capture.
         ranges: the NVTX ranges.
         totals: the number and the time of the operations, by kind.
-        reports: nsys's CSV reports by name; empty without nsys.
+        reports: nsys's CSV reports by name, or an empty dictionary if nsys is missing.
     """
 
     config: StepConfig

@@ -1,4 +1,4 @@
-"""The profiling study's tables: the schemas of a run's files, and summaries by category and by phase."""
+"""Define the schemas of the profiling study's run files, and summarize the files by category and by phase."""
 
 import pandas as pd
 import pandera.pandas as pa

@@ -1,4 +1,4 @@
-"""The ladder on a user's model: measure each optimization on top of those that helped.
+"""Apply the ladder to a user's model by measuring each optimization on top of the optimizations that helped.
 
     ladder = Ladder(find(model, folder), config, folder)
     ladder.measure()
