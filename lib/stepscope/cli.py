@@ -150,10 +150,11 @@ def _seconds(minutes: float | None) -> float | None:
 
 
 def _local_runs(runs: Path | None, reading: bool = False) -> Path:
-    """Return ``runs``, or if it is None, this machine's runs folder, which is named after the machine's device.
+    """Return ``runs``, or this machine's runs folder if ``runs`` is None.
 
-    This machine's folder is in the checkout, where git ignores it, or in the current directory if there is no
-    checkout. When ``reading``, if there is only one local folder, it is used regardless of its device.
+    This machine's folder is named after the machine's device. It is in the checkout, where git ignores it, or in
+    the current directory if there is no checkout. When ``reading``, if there is only one local folder, it is used
+    regardless of its device.
     """
     if runs:
         return runs

@@ -65,7 +65,7 @@ MODE_NAMES = {"forward": "forward", "forward_backward": "forward + backward", "s
 
 
 class ConfigError(StepscopeError, ValueError):
-    """A configuration is invalid; the message names the field, its value and the expected values."""
+    """An error for an invalid configuration; the message names the field, its value and the expected values."""
 
 
 def resolve_size(name: Any, edition: Any = None) -> str:
@@ -76,7 +76,7 @@ def resolve_size(name: Any, edition: Any = None) -> str:
         edition: the year of the handout, or None.
 
     Raises:
-        ConfigError: the edition is unknown, or no size has this name.
+        ConfigError: If the edition is unknown, or no size has this name.
     """
     if edition not in [None, *EDITIONS]:
         years = " and ".join(map(str, EDITIONS))
@@ -242,8 +242,8 @@ class StepConfig(RunConfig):
         ``edition``, which isn't a field, is the year of the handout that the size's name comes from.
 
         Raises:
-            ValueError: ``edition`` is given without a size, or a dimension contradicts the size.
-            ConfigError: the size or the edition is unknown.
+            ValueError: If ``edition`` is given without a size, or a dimension contradicts the size.
+            ConfigError: If the size or the edition is unknown.
         """
         if not isinstance(values, dict):
             return values
@@ -289,7 +289,7 @@ class StepConfig(RunConfig):
         return self
 
     def step(self, **changes: Any) -> "StepConfig":
-        """Return a StepConfig with this run's values and ``changes``, without the fields that its study adds."""
+        """Return a StepConfig with this run's values and ``changes``, omitting the fields that its study adds."""
         names = StepConfig.model_fields.keys() - {"study", "size"}
         fields = {name: getattr(self, name) for name in names}
         return StepConfig(**fields | changes)
@@ -321,7 +321,7 @@ def configure(study: str, **values: Any) -> Any:
     Fields that are None count as omitted, and ``device`` defaults to ``auto``.
 
     Raises:
-        ConfigError: the message names each invalid field, its value and the expected values.
+        ConfigError: If a field is invalid; the message names each such field, its value and the expected values.
     """
     known = studies()
     if not isinstance(study, str) or study not in known:
@@ -377,7 +377,7 @@ def from_notebook(study: str, names: dict[str, Any]) -> Any:
         names: the notebook's ``globals()``; names that aren't fields of the study are ignored.
 
     Raises:
-        ConfigError: a value is invalid, or papermill was given an unknown parameter.
+        ConfigError: If a value is invalid, or papermill was given an unknown parameter.
     """
     tunable = studies()[study].tunable_fields()
     require_parameters(names, tunable)
@@ -393,7 +393,7 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
         more_names: names that are allowed in addition to the names in the parameters cell.
 
     Raises:
-        ConfigError: a parameter is unknown; the message lists the known ones.
+        ConfigError: If a parameter is unknown; the message lists the known ones.
     """
     history = names.get("In", [])
     for defaults, cell in itertools.pairwise(history):
@@ -407,7 +407,7 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
 
 
 def assigned_constants(cell: str) -> list[str]:
-    """Return the names to which a cell assigns constants; empty if the cell does more than assign and import."""
+    """Return the names to which a cell assigns constants, or [] if the cell does more than assign and import."""
     names: list[str] = []
     try:
         for statement in ast.parse(cell).body:
@@ -426,7 +426,7 @@ def require_device(config: RunConfig) -> None:
     """Check that this machine supports the configuration's device and precision.
 
     Raises:
-        ConfigError: this machine has no such device, or the device doesn't support the precision.
+        ConfigError: If this machine has no such device, or the device doesn't support the precision.
     """
     if config.device == "cuda":
         import torch

@@ -19,7 +19,7 @@ def open_within(root: Path, name: str) -> BufferedReader:
         name: the file's path relative to ``root``.
 
     Raises:
-        OSError: the file is missing, isn't a regular file, or is outside ``root`` (perhaps through a symlink).
+        OSError: If the file is missing, isn't a regular file, or is outside ``root`` (perhaps through a symlink).
     """
     path = Path(os.path.realpath(root / name))
     if not path.is_relative_to(os.path.realpath(root)):
@@ -33,7 +33,7 @@ def read_within(root: Path, name: str, max_bytes: int) -> bytes:
     """Read an entire file below ``root``.
 
     Raises:
-        OSError: as in :func:`open_within`; or the file contains more than ``max_bytes``.
+        OSError: If :func:`open_within` raises it, or the file contains more than ``max_bytes``.
     """
     with open_within(root, name) as file:
         content = file.read(max_bytes + 1)
@@ -54,7 +54,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
     Therefore, if the disk is full, the old files stay unchanged and no temporary files are left.
 
     Raises:
-        OSError: a file can't be written.
+        OSError: If a file can't be written.
     """
     temporaries = {path: path.with_name(f".{path.name}.tmp") for path in texts}
     try:

@@ -54,7 +54,7 @@ def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan
     GPU, so enqueuing takes almost as long as the step.
 
     Args:
-        busy: GPU time over wall time, or NaN.
+        busy: GPU time divided by wall time, or NaN.
         enqueue_ms: the time that the CPU takes to enqueue the step; if it is NaN, only the first condition counts.
         gpu_ms: the time that the GPU takes to run the step.
     """
@@ -71,7 +71,7 @@ def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
 
 
 def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return the speedup in wall time from one step to another; NaN if it is within the noise.
+    """Return the speedup in wall time from one step to another, or NaN if the difference is within the noise.
 
     If one of the steps is launch-bound, the fastest steps are compared, because medians of launch-bound steps
     aren't reproducible, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are

@@ -21,7 +21,7 @@ def load_yaml(path: Path) -> Any:
     """Read a YAML file with a single document as dicts, lists, strings, numbers, booleans, dates and None.
 
     Raises:
-        YamlFileError: the file can't be read, is larger than :data:`MAX_BYTES`, isn't UTF-8 or YAML, or repeats
+        YamlFileError: If the file can't be read, is larger than :data:`MAX_BYTES`, isn't UTF-8 or YAML, or repeats
             a key.
     """
     try:

@@ -46,7 +46,7 @@ Build = Callable[[int], TrainedSubject]  # builds a subject with the given batch
 
 @dataclass
 class Case:
-    """What one row measures: a subject with some transforms, at a batch size.
+    """A subject with some transforms at one batch size, measured for one row.
 
     Args:
         needed: transforms that must apply; other transforms are skipped if they don't apply.
@@ -154,7 +154,7 @@ class Loop:
         """Build a case's subject and apply its transforms.
 
         Raises:
-            Unsupported: a transform that the case needs doesn't apply.
+            Unsupported: If a transform that the case needs doesn't apply.
         """
         measure.allow_recompiling(MAX_RECOMPILES)
         if case.left_out:  # leaving out a transform is meaningful only if the transform applies
@@ -183,7 +183,7 @@ class Loop:
         """Build a subject without weights; return the subject and the transforms that apply.
 
         Raises:
-            Unsupported: a needed transform doesn't apply.
+            Unsupported: If a needed transform doesn't apply.
         """
         with torch.device(self.device):
             subject = case.build(case.batch_size)
@@ -233,7 +233,7 @@ class Loop:
         """Make the step, for example a CUDA graph; within the context, the learning rate is negligible.
 
         Raises:
-            RuntimeError: the step is a CUDA graph, but its learning rate is a number. Replays would keep using
+            RuntimeError: If the step is a CUDA graph, but its learning rate is a number. Replays would keep using
                 this number even if the learning rate changes.
         """
         subject.step = subject.eager_step  # frees the memory of an earlier graph
@@ -251,7 +251,7 @@ class Loop:
             yield
 
     def settle(self, case: Case, subject: TrainedSubject) -> float:
-        """Warm up, on a GPU until the clock has settled; then return the duration of one step in ms."""
+        """Warm up (on a GPU, until the clock has settled), and return the duration of one step in ms."""
         min_warmups = WARMUPS if is_launched(subject) or case.is_baseline else 1
         warmups = max(self.config.warmup_steps, min_warmups)
         step_ms = measure.back_to_back(subject.step, self.device, warmups)[-1]
@@ -262,7 +262,7 @@ class Loop:
         return step_ms
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Time steps back to back: as in training, the CPU launches steps without waiting for the GPU."""
+        """Time steps back to back; as in training, the CPU launches steps without waiting for the GPU."""
         measure.reset_peak_memory(self.device)
         with self.launched(subject):
             self.time_launched(case, subject)
@@ -292,7 +292,7 @@ class Loop:
             self.replay(case, subject)
 
     def replay(self, case: Case, subject: TrainedSubject) -> None:
-        """Time an eager step as a CUDA graph, which shows the cost of its launches."""
+        """Capture an eager step as a CUDA graph and time the graph, to show the cost of the eager launches."""
         with measure.out_of_memory({}, "graph"):
             graph = measure.graph_of(subject.eager_step, subject.reset, WARMUPS)
             settling_steps = steps_in(SETTLING_S, case.row["wall_ms"])
@@ -309,7 +309,7 @@ class Loop:
         time of the median step is reported.
 
         Raises:
-            RuntimeError: the profiler recorded nothing.
+            RuntimeError: If the profiler recorded nothing.
         """
         row = case.row
         is_limited = measure.is_power_limited(row)
@@ -374,12 +374,12 @@ def counts(kernels: pd.DataFrame) -> dict[str, int]:
 
 
 def is_launched(subject: TrainedSubject) -> bool:
-    """Return whether ``launch`` made the step, so that Python doesn't run it kernel by kernel."""
+    """Return whether ``launch`` made the step; Python then doesn't launch its kernels one by one."""
     return subject.step != subject.eager_step
 
 
 def steps_in(seconds: float, step_ms: float) -> int:
-    """Return how many steps take this many seconds, at most :data:`MAX_STEPS`."""
+    """Return how many steps take ``seconds``, but at most :data:`MAX_STEPS`."""
     return min(MAX_STEPS, math.ceil(seconds * 1e3 / step_ms))
 
 

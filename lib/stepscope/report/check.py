@@ -1,4 +1,7 @@
-"""Check that the committed writeup matches its records: text exactly, figures by their words and numbers."""
+"""Check that the committed writeup matches its records.
+
+Texts must match exactly. Figures must match in their words and, nearly, in their numbers.
+"""
 
 import re
 from pathlib import Path
@@ -21,7 +24,7 @@ def check(runs: Path, out: Path) -> list[str]:
     The package's ``reference.parquet`` is compared, too. No files are written.
 
     Raises:
-        StepscopeError: as in :func:`stepscope.report.writeup.compose`.
+        StepscopeError: If :func:`stepscope.report.writeup.compose` raises it.
     """
     found = read(Store(runs))
     views = Views(steady(found.tables))

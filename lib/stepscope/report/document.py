@@ -50,13 +50,13 @@ class DocumentError(StepscopeError):
 
 
 def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values, of which there must be at least one.
+    """Return the rows with the given values; require at least one row.
 
     Args:
         values: for each column, a value, a list of allowed values, or ``each`` to allow all values.
 
     Raises:
-        LookupError: a column doesn't exist, or no row matches.
+        LookupError: If a column doesn't exist, or no row matches.
     """
     chosen = pd.Series(True, view.index)
     for column, value in values.items():
@@ -79,7 +79,7 @@ def row(view: pd.DataFrame, **values: object) -> pd.Series:
     """Return the only row with the given values.
 
     Raises:
-        LookupError: no row matches, or several rows match.
+        LookupError: If no row matches, or several rows match.
     """
     selected = rows(view, **values)
     if len(selected) > 1:
@@ -94,7 +94,7 @@ def wide(view: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFr
     """Return a table with one column per value of ``columns``, in the view's order.
 
     Raises:
-        LookupError: two rows belong in the same cell.
+        LookupError: If two rows belong in the same cell.
     """
     if view.duplicated([index, columns]).any():
         other_columns = varying(
@@ -124,7 +124,7 @@ def table(
         drop_empty: omit columns without values instead of raising an error.
 
     Raises:
-        LookupError: a column doesn't exist or is empty, or the table contains no rows.
+        LookupError: If a column doesn't exist or is empty, or the table contains no rows.
     """
     headings = {}
     for column in columns:
@@ -339,8 +339,8 @@ class Document:
         """Check that no template has failed so far.
 
         Raises:
-            DocumentError: a template failed or a sentence no longer holds; the message names each such sentence,
-                and the first failure of each template.
+            DocumentError: If a template failed or a sentence no longer holds; the message names each such
+                sentence, and the first failure of each template.
         """
         if self._errors or self._false:
             raise DocumentError("\n\n".join([*self._errors, *self._false]))

@@ -1,6 +1,6 @@
 """Load a runs folder into tables, which are validated and joined over all runs of a study.
 
-A faulty run is reported in one sentence and omitted, so that bad input never causes a traceback.
+A faulty run is reported in one sentence and omitted, so bad input never causes a traceback.
 """
 
 import importlib
@@ -65,11 +65,11 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
     names. ``runs`` contains one row per run, and "<study>.results" contains each run's scalar results.
 
     Args:
-        runs: the folder, relative to the checkout if there is one; empty for the committed reference.
+        runs: the folder, relative to the checkout if there is one, or "" for the committed reference.
         quiet: suppress warnings about omitted runs.
 
     Raises:
-        RunsError: the folder doesn't exist or contains no usable run.
+        RunsError: If the folder doesn't exist or contains no usable run.
     """
     if not runs and not PROJECT:
         raise RunsError(
@@ -90,7 +90,7 @@ def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -
         chosen: returns True for the records to read.
 
     Raises:
-        RunsError: the folder doesn't exist.
+        RunsError: If the folder doesn't exist.
     """
     if not store.root.is_dir():
         raise RunsError(f"{store.root}: no such folder")
@@ -158,7 +158,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
 
 
 def _files(store: Store, module: ModuleType, record: Record) -> Tables:
-    """Return one run's tables; empty unless the run finished."""
+    """Return one run's tables, or an empty dictionary if the run didn't finish."""
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
             raise TableError(
@@ -264,7 +264,7 @@ def steady(tables: Tables) -> Tables:
 
 
 def _is_unusable(cases: pd.DataFrame) -> pd.Series:
-    """Return whether each row is inconsistent for another reason than a fluctuating clock."""
+    """Return whether each row is inconsistent for a reason other than a fluctuating clock."""
     is_unusable = cases["inconsistent"] != ""
     if "clock_reasons" in cases:
         is_limited = cases["clock_reasons"].str.contains(POWER_CAP, na=False)

@@ -1,4 +1,4 @@
-"""Write a report of any runs folder, with tables and figures but no claims, next to the reference machine.
+"""Write a report that compares any runs folder with the reference machine, in tables and figures without claims.
 
 The report shows those of the writeup's views for which the folder contains data, next to the reference rows with
 the same keys. The reference comes from ``reference.parquet``, which is part of the package. The templates in
@@ -178,7 +178,7 @@ def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFra
 
 
 def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values, possibly none; a list allows any of its values."""
+    """Return the rows with the given values, if there are any; a list allows any of its values."""
     rows = view
     for column, value in values.items():
         rows = rows[rows[column].isin(value if isinstance(value, list) else [value])]
@@ -267,7 +267,7 @@ def _value(value: object) -> str:
 def link(out: Path) -> Callable[[str], str]:
     """Return a function that formats a link to one of the writeup's headings.
 
-    For a report outside the checkout, the function only names the heading, so that no report contains a local
+    For a report outside the checkout, the function only names the heading, because a link would contain a local
     path.
     """
     is_inside = PROJECT is not None and out.resolve().is_relative_to(PROJECT)
@@ -291,10 +291,10 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
 
     Args:
         found: contents of ``runs``.
-        out: the folder in which the report will be written, to which its links are relative.
+        out: the folder into which the report will be written. Links are relative to this folder.
 
     Raises:
-        OutputError: the folder contains no usable run.
+        OutputError: If the folder contains no usable run.
     """
     if not found.records:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'contains no runs'}")

@@ -41,7 +41,7 @@ def write(report: Report, out: Path) -> list[Path]:
     An earlier report's figures are removed unless this report includes them.
 
     Raises:
-        OutputError: the report can't be written into ``out``.
+        OutputError: If the report can't be written into ``out``.
     """
     for folder in FOLDERS:
         if (out / folder).is_symlink():
@@ -72,10 +72,12 @@ def stale_figures(report: Report, out: Path) -> list[Path]:
 
 
 def readme(out: Path, first: str) -> dict[str, str]:
-    """Return the README in ``out`` with the text ``first`` inserted between its marks; empty without marks.
+    """Return the README in ``out`` with ``first`` inserted between its marks.
+
+    The result maps the file's name to its text. It is empty if there is no README or the README has no marks.
 
     Raises:
-        OutputError: only one of the two marks is present, or the README can't be read.
+        OutputError: If only one of the two marks is present, or the README can't be read.
     """
     place = out / "README.md"
     try:

@@ -136,7 +136,7 @@ def _plain(written: str) -> str:
 class _Writer:
     """A renderer that converts markdown to HTML.
 
-    Raw HTML becomes text, links lead to places within the page or to https addresses, and images are the figures.
+    Raw HTML becomes text, links lead to anchors in the page or to https addresses, and images are the figures.
     """
 
     def __init__(self, figures: dict[str, str], anchors: dict[str, str]) -> None:

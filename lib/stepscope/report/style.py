@@ -1,8 +1,8 @@
 """Define the style of all our figures, without changing the style of other figures.
 
 A figure is one SVG for light and dark mode: its colors are variables that depend on the reader's color scheme, and
-its text remains text. A figure is 432 points wide, so that text of 11 points is 9 pixels high on a phone that is
-390 pixels wide.
+its text remains text. A figure is 432 points wide, so text of 11 points is 9 pixels high on a phone that is 390
+pixels wide.
 """
 
 import io
@@ -99,14 +99,14 @@ STYLE = {
 def look() -> Iterator[None]:
     """Apply this style to matplotlib and seaborn drawings within the context; other drawings keep their style.
 
-    You can also use this context as a decorator, ``@look()``, of a function that draws.
+    You can also decorate a function that draws with ``@look()``.
     """
     with matplotlib.rc_context(STYLE):
         yield
 
 
 class Picture(Figure):
-    """A figure with a message (its title), which notebooks display as PNG."""
+    """A figure whose title is a message, and which notebooks display as PNG."""
 
     message: str = ""
 
@@ -165,7 +165,7 @@ LABEL_GAP = 1.25  # distance between labels, in lines of text
 
 
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]) -> None:
-    """Label each line at its right end (x, y), so that no legend is needed; labels don't overlap."""
+    """Label each line at its right end (x, y) instead of in a legend, without overlapping labels."""
 
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
@@ -255,7 +255,7 @@ def bars(
     texts: Sequence[str],
     colors: str | Sequence[str] = BLUE,
 ) -> None:
-    """Draw horizontal bars from top to bottom, labeled at their ends, so that no axis is needed."""
+    """Draw horizontal bars from top to bottom, with labels at the ends of the bars instead of an axis."""
     places = range(len(values))
     axes.barh(places, values, color=colors, height=0.66)
     axes.set_yticks(places, labels)

@@ -55,7 +55,9 @@ WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", 
 
 
 def digits(value: Any, unit: str = "") -> str:
-    """Format a number without its unit: three significant digits, thousands with commas; "–" if missing.
+    """Format a number without its unit; return "–" if the number is missing.
+
+    Numbers have three significant digits, with commas between thousands.
 
     Counts and bytes are printed as integers, and shares with two digits (74%, 4.6%), or with three from 99%
     (99.6%). Ratios are printed with one decimal (3.3x), but with two decimals below 2 (1.02x) and with none from
@@ -98,7 +100,7 @@ def number(value: Any, unit: str = "") -> str:
     """Format a number with its unit: "1,092 ms", "94.2 ms", "74%", "3.3x", "128,625,408".
 
     Raises:
-        ValueError: the unit is unknown.
+        ValueError: If the unit is unknown.
     """
     if unit not in UNITS:
         raise ValueError(f"unit: got {unit!r}, but known units are {', '.join(filter(None, UNITS))}")

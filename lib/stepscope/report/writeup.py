@@ -1,4 +1,4 @@
-"""Render the templates of ``writeup/`` with the data of one full campaign, and of other datasets next to it.
+"""Render the templates of ``writeup/`` with data from one full campaign and from datasets in neighboring folders.
 
 A folder of templates can have the name of a dataset, such as ``writeup/h100x2``. It belongs to the writeup only if
 a runs folder with this name exists next to the campaign's folder. All templates can use the dataset's views, for
@@ -31,7 +31,7 @@ def templates_folder() -> Path:
     """Return the folder that contains the writeup's templates.
 
     Raises:
-        NoTemplatesError: this is an installed package, or the folder has no templates.
+        NoTemplatesError: If this is an installed package, or the folder has no templates.
     """
     folder = PROJECT / FOLDER if PROJECT else None
     if folder is None or not any(folder.glob("*.md.j2")):
@@ -43,7 +43,7 @@ def templates_folder() -> Path:
 
 
 def other_datasets(runs: Path) -> dict[str, Read]:
-    """Read the datasets next to the campaign's folder that have a folder of templates in the writeup."""
+    """Read the datasets in folders next to the campaign's folder, if the writeup has templates for them."""
     folders = [path for path in sorted(templates_folder().iterdir()) if path.is_dir()]
     return {
         path.name: read(Store(runs.parent / path.name))
@@ -60,9 +60,10 @@ def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
         views: views of the campaign's consistent tables.
 
     Raises:
-        DocumentError: names each sentence that does not hold, and each template's first lookup failure.
-        NoTemplatesError: the templates are missing.
-        OutputError: the README in ``out`` contains only one of the two marks.
+        DocumentError: If a sentence doesn't hold or a lookup fails; the message names each such sentence, and each
+            template's first lookup failure.
+        NoTemplatesError: If the templates are missing.
+        OutputError: If the README in ``out`` contains only one of the two marks.
     """
     others = other_datasets(runs)
     texts, figures = render_views(templates_folder(), views, views_of(others))
@@ -107,7 +108,8 @@ def render_views(
         Texts by template ("00-first", "evidence/nsys"), and figures by name, as SVG.
 
     Raises:
-        DocumentError: names each sentence that does not hold, and each template's first lookup failure.
+        DocumentError: If a sentence doesn't hold or a lookup fails; the message names each such sentence, and each
+            template's first lookup failure.
     """
     names = ChainMap({"code": code}, facts.FACTS, others, views)  # type: ignore[arg-type, misc]  # nothing is assigned
     document = Document(folder, names, all_figures())

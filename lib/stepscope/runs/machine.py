@@ -135,8 +135,8 @@ def gpus_here() -> list[dict[str, Any]]:
     """Return the GPUs that this process may use, or an empty list if there are none.
 
     Each GPU's dict contains ``visible`` (its name in ``CUDA_VISIBLE_DEVICES``: an index or the UUID of a GPU or
-    MIG instance), ``name``, and ``gib`` (memory in GiB). A subprocess runs the query, so that this process doesn't
-    create a CUDA context or wait for torch's import.
+    MIG instance), ``name``, and ``gib`` (memory in GiB). A subprocess runs the query, so this process neither
+    creates a CUDA context nor imports torch.
     """
     import pynvml
 

@@ -47,8 +47,8 @@ class Run:
         runs: the runs folder to save the run in, if a user runs the notebook; if empty, nothing is written.
 
     Raises:
-        ConfigError: this machine can't run the configuration, or the folder contains runs from another device.
-        StoreError, StoreBusy: the folder isn't writable, or another sweep has locked it.
+        ConfigError: If this machine can't run the configuration, or the folder contains runs from another device.
+        StoreError, StoreBusy: If the folder isn't writable, or another sweep has locked it.
     """
 
     def __init__(self, config: RunConfig, run_folder: str | Path = "", runs: str | Path = ""):
@@ -87,7 +87,9 @@ class Run:
         results: Mapping[str, Any] | None = None,
         files: Sequence[str | Path] = (),
     ) -> None:
-        """Save the measurements; call this right after measuring, so that a later cell's error loses no data.
+        """Save the measurements.
+
+        Call this method right after measuring, so that an error in a later cell doesn't lose data.
 
         Args:
             tables: tables by name; each is written as ``<name>.parquet``.
@@ -95,7 +97,7 @@ class Run:
             files: files of other programs, which are saved with the record under their current names.
 
         Raises:
-            RecordError: a user runs the notebook, and a result isn't a number, a string or a boolean.
+            RecordError: If a result isn't a number, a string or a boolean, and a user runs the notebook.
         """
         named = {"inconsistent": words} if (words := inconsistent_rows(tables)) else {}
         self.outcome["results"] = plain(named | dict(results or {}))

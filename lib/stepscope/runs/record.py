@@ -1,6 +1,6 @@
 """Define a run's record, and the checks that decide whether it is usable.
 
-All checks are in :func:`read_record`, so that every command rejects and names the same records.
+All checks are in :func:`read_record`, so every command rejects and names the same records.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ Result = Annotated[Whole | float | str | bool | None, AfterValidator(_none_if_no
 
 
 class Table(BaseModel):
-    """A run's table: a Parquet file next to the run's record, or another program's file (without ``rows``)."""
+    """A Parquet file with a run's table, or another program's file, for which ``rows`` is None."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -143,7 +143,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """Return one warning for each notebook of which more than one version measured the records' runs."""
+    """Return one warning for each notebook that measured the records' runs in more than one version."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:
@@ -188,7 +188,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
         check_files: also compare the executed notebook and each table with the digests in the record.
 
     Raises:
-        RecordError: the record is missing, isn't JSON, doesn't match the schema, is in another run's folder or
+        RecordError: If the record is missing, isn't JSON, doesn't match the schema, is in another run's folder or
             contains an invalid configuration, or a file is missing or modified.
     """
     root, run = folder.parent.parent, f"{folder.parent.name}/{folder.name}"
@@ -224,7 +224,7 @@ def _parse(content: bytes) -> Record:
     """Parse a record.json, and convert old field names to the current names.
 
     Raises:
-        ValidationError: the content isn't JSON or doesn't match the schema.
+        ValidationError: If the content isn't JSON or doesn't match the schema.
     """
     with suppress(ValueError, RecursionError):
         document = json.loads(content)

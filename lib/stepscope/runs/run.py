@@ -3,9 +3,9 @@
 An error in a cell tagged ``show`` doesn't fail the run, because such cells only display results.
 
 Each run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in a separate session, together
-with everything it starts: the kernel, nsys, compile workers. All of these processes have the run's folder in their
-environment, so that we can find and kill them together. Their temporary folder is inside the run's folder, so
-that no files are left elsewhere.
+with all processes that it starts, such as the kernel, nsys and compile workers. All of these processes have the
+run's folder in their environment, so that we can find and kill them together. The processes' temporary folder is
+inside the run's folder, so no files remain elsewhere.
 """
 
 import json
@@ -72,13 +72,13 @@ def make_run(
     The record's status is ok, oom (a result) or failed (with a cause).
 
     Args:
-        environment: the run's environment variables, which override this process's.
+        environment: the run's environment variables, which override this process's environment variables.
         timeout_s: the time limit in seconds; a run that exceeds it is killed and recorded as failed.
         abandoned: returns True once the sweep that requested the run is gone; the run is then killed.
 
     Raises:
-        OSError: a file can't be written.
-        Abandoned: the run was killed because ``abandoned`` returned True.
+        OSError: If a file can't be written.
+        Abandoned: If the run was killed because ``abandoned`` returned True.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     temporary = folder / TEMPORARY
@@ -143,7 +143,7 @@ def make_run(
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
-    """Return the run's papermill parameters, with the name of a size instead of its dimensions if it has one."""
+    """Return the run's papermill parameters; if the size has a name, the name replaces the dimensions."""
     parameters = json.loads(config.model_dump_json(include=set(config.tunable_fields())))
     if parameters.get("size", "custom") != "custom":
         for field in Dimensions._fields:
@@ -280,9 +280,9 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
     from traitlets import default
 
     class Kernel(AsyncKernelManager):
-        """A kernel that only this user can connect to, because its sockets are in the run's folder.
+        """A kernel whose sockets are in the run's folder, so only this user can connect to it.
 
-        The sockets' path is relative, because it is limited to 107 bytes.
+        The path of the sockets is relative, because socket paths are limited to 107 bytes.
         """
 
         @default("transport")

@@ -37,8 +37,8 @@ def code_cells(notebook: Path) -> list[Cell]:
     """Return a notebook's code cells, in order.
 
     Raises:
-        OSError: the file can't be read.
-        ValueError: the file isn't a notebook.
+        OSError: If the file can't be read.
+        ValueError: If the file isn't a notebook.
     """
     content = json.loads(notebook.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
@@ -58,7 +58,7 @@ def notebook_source(notebook: Path) -> str:
     """Return the digest of a notebook's measuring cells, as twelve hexadecimal digits.
 
     Raises:
-        OSError, ValueError: as in :func:`code_cells`.
+        OSError, ValueError: If :func:`code_cells` raises it.
     """
     return digest_of(parsed(cell.source) for cell in code_cells(notebook) if cell.measures)
 
@@ -68,7 +68,7 @@ def digest_of(cells: Iterable[str]) -> str:
 
 
 def parsed(source: str) -> str:
-    """Return a cell's code without comments and layout, or "" if the cell contains no code.
+    """Return a cell's code without comments and formatting, or "" if the cell contains no code.
 
     The result doesn't depend on the Python version. If a cell isn't valid Python, for example because it contains
     IPython's ``%`` or ``!`` commands, its source is returned stripped but otherwise unchanged.
@@ -88,7 +88,9 @@ def _plain(value: Any) -> Any:
 
 
 def source_by_hand(executed: list[str], notebook: Path) -> str:
-    """Return the digest of a notebook that a user runs, for which the kernel can't see the cells' tags.
+    """Return the digest of a notebook that a user runs.
+
+    The kernel can't see the tags of the notebook's cells.
 
     If the user executed only cells of the notebook file and assignments to parameters, the result is the file's
     digest. Otherwise, it is a digest of all executed code.

@@ -1,8 +1,9 @@
 """Save runs atomically in runs folders, and find them again.
 
 A runs folder contains a folder ``<study>/<run id>/`` for each run, with ``record.json``, the executed
-``notebook.ipynb`` and the tables. A run is first written to ``.partial/``, and moved to its final place only after
-its record is written and synced. Therefore, every saved run is complete, regardless of how or when a sweep ended.
+``notebook.ipynb`` and the tables. A run is first written to ``.partial/``, and moved to its final location only
+after its record is written and synced. Therefore, every saved run is complete, regardless of how or when a sweep
+ended.
 """
 
 import fcntl
@@ -58,9 +59,9 @@ class Store:
         The lock is an OS file lock, so it is released even if its holder is killed.
 
         Raises:
-            StoreBusy: another process holds the lock.
-            StoreError: the folder isn't writable, or one of its subfolders is a link, through which runs would be
-                written to another place.
+            StoreBusy: If another process holds the lock.
+            StoreError: If the folder isn't writable, or one of its subfolders is a link, which would redirect runs
+                to another location.
         """
         with self._open_lock() as lock:
             try:
@@ -130,7 +131,7 @@ class Store:
         """Return this configuration's record after checking its files, or None if its run folder doesn't exist.
 
         Raises:
-            RecordError: the record is unusable, or the notebook or a table is missing or modified.
+            RecordError: If the record is unusable, or the notebook or a table is missing or modified.
         """
         folder = self.folder(config)
         return read_record(folder, check_files=True) if os.path.lexists(folder) else None

@@ -44,7 +44,7 @@ class SweepOptions:
     """Options for a sweep. By default, its runs use all of this machine's GPUs, or its CPU if it has no GPU.
 
     Args:
-        workers: the maximum number of GPUs; without a GPU, the number of parallel runs, at most one per core.
+        workers: the maximum number of GPUs. If there is no GPU, the number of parallel runs, at most one per core.
         scheduler: the address of a Dask scheduler, whose workers then execute the runs.
         timeout_s: the time limit per run in seconds; a run that exceeds it is killed and recorded as failed.
         time_budget_s: the time in seconds after which the sweep starts no more runs.
@@ -83,9 +83,9 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
     """Run the sweep files' configurations that the store doesn't contain yet, and print each outcome.
 
     Raises:
-        SweepError, WorkersError: the sweep can't start, or a worker's device differs from the folder's device.
-        StoreBusy: another sweep is writing into the folder.
-        StoreError: the folder isn't writable.
+        SweepError, WorkersError: If the sweep can't start, or a worker's device differs from the folder's device.
+        StoreBusy: If another sweep is writing into the folder.
+        StoreError: If the folder isn't writable.
     """
     began = monotonic()
     with _signals_noted() as signals, ExitStack() as closing:
@@ -174,12 +174,12 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
 
     Args:
         name: the name of this machine's device; None if the workers may be on other machines.
-        gpus: the number of GPUs of the machine that has the most.
+        gpus: the number of GPUs of the machine with the most GPUs.
 
     Raises:
-        WorkersError: a device isn't available, or there are not enough GPUs.
-        ConfigError: the CPU can't run a configuration.
-        SweepError: the sweep's runs don't belong in this folder.
+        WorkersError: If a device isn't available, or there are not enough GPUs.
+        ConfigError: If the CPU can't run a configuration.
+        SweepError: If the sweep's runs don't belong in this folder.
     """
     for config in configs:
         if config.device not in devices:
@@ -215,7 +215,7 @@ def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
     """Return the current digest of each notebook that the plan's runs execute, by notebook name.
 
     Raises:
-        SweepError: a notebook is missing, unreadable or invalid.
+        SweepError: If a notebook is missing, unreadable or invalid.
     """
     environment = {NOTEBOOKS: str(options.notebooks)} if options.notebooks else os.environ
     try:
@@ -239,8 +239,8 @@ def _what_is_left(
     of its notebook.
 
     Raises:
-        SweepError: a run's folder contains no usable record, or some runs were measured by a different version of
-            their notebook and ``replace`` is False.
+        SweepError: If a run's folder contains no usable record, or some runs were measured by a different version
+            of their notebook and ``replace`` is False.
     """
     end, replaced = SweepEnd(), []
     for config in plan.configs:
@@ -325,7 +325,7 @@ class _Sweep:
             kill_run_processes(self.store.partial)
 
     def _assign(self) -> None:
-        """Assign runs, in the sweep's order, to workers with a free place on the device that each run needs."""
+        """Assign runs, in the sweep's order, to workers with a free slot on the device that each run needs."""
         for name, config in list(self.todo.items()):
             budget_s = self.options.time_budget_s
             if budget_s is not None and monotonic() - self.began >= budget_s:

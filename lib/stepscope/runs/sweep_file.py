@@ -42,8 +42,8 @@ class Block(BaseModel):
 
     Args:
         study: the study to run.
-        fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to choose the
-            handout whose size names to use; it isn't a field of the configuration.
+        fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to select the
+            handout that defines the size's name; ``edition`` isn't a field of the configuration.
         axes: lists of values by field; the last axis varies fastest.
         skip_too_large: omit a run if even its smallest measurement is predicted not to fit into GPU memory.
     """
@@ -85,7 +85,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
         device: the device on which the sweep will run, "cuda" or "cpu".
 
     Raises:
-        SweepError: the sweep doesn't exist, or it requires a GPU and ``device`` is "cpu".
+        SweepError: If the sweep doesn't exist, or it requires a GPU and ``device`` is "cpu".
     """
     on_cpu = _sweeps_of_studies("sweep_cpu.yaml")
     on_gpu = {file.stem: [file] for file in sorted(ACROSS.glob("*.yaml"))} | _sweeps_of_studies("sweep.yaml")
@@ -118,8 +118,8 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
         gpu_gib: the memory in GiB of the smallest GPU on these machines.
 
     Raises:
-        YamlFileError: a file is missing or isn't plain YAML.
-        SweepError: a block or configuration is invalid, two configurations have the same run id, or there is
+        YamlFileError: If a file is missing or isn't plain YAML.
+        SweepError: If a block or configuration is invalid, two configurations have the same run id, or there is
             nothing to run.
     """
     configs: dict[tuple[str, str], RunConfig] = {}
@@ -157,7 +157,10 @@ def _expand(block: Block, device: str, gpu_gib: float | None) -> Iterator[RunCon
 
 
 def peak_gib(config: RunConfig) -> float:
-    """Predict the peak memory in GiB of an fp32 baseline step with the run's model; return 0 without a step."""
+    """Predict the peak memory in GiB of an fp32 baseline step of the run's model.
+
+    If the run has no training step, return 0.
+    """
     if not isinstance(config, StepConfig):
         return 0.0
     step = config.step(
@@ -181,7 +184,10 @@ def min_peak_gib(config: RunConfig) -> float:
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
-    """Return the handout's largest size whose step is predicted to fit; without a GPU, its smallest size."""
+    """Return the handout's largest size whose step is predicted to fit.
+
+    If there is no GPU, return the handout's smallest size.
+    """
 
     def fits(size: str) -> bool:
         config = configure(
@@ -194,7 +200,7 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
 
 
 def sweep_description(path: Path) -> str | None:
-    """Return the comment in a sweep file's first line, such as its time on an H200; None if there is none."""
+    """Return the comment in a sweep file's first line, such as the sweep's time on an H200, or None."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             first = file.readline(500).strip()

@@ -48,7 +48,7 @@ class WorkerDied(StepscopeError, RuntimeError):
 
 
 class SchedulerGone(StepscopeError, RuntimeError):
-    """An error for a scheduler that is unreachable, so that the state of its runs is unknown."""
+    """An error for an unreachable scheduler, whose runs are in an unknown state."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Workers:
         ]
 
     def gpu_gib(self) -> float | None:
-        """Return the smallest GPU's memory in GiB, or None without GPUs."""
+        """Return the smallest GPU's memory in GiB, or None if there are no GPUs."""
         with_gpus = [address for address, worker in self.offers.items() if "GPU" in worker["resources"]]
         answers = self.client.run(gpus_here, workers=with_gpus) if with_gpus else {}
         return min((gpu["gib"] for gpus in answers.values() for gpu in gpus), default=None)
@@ -176,7 +176,7 @@ class Workers:
             return WorkerDied(f"its worker returned an error: {type(error).__name__}: {_describe(error)}")
 
     def close(self, partial: Path) -> None:
-        """Cancel the remaining tasks, and kill their runs, whose folders are in ``partial``, on all workers."""
+        """Cancel the remaining tasks, and kill their runs on all workers; the runs' folders are in ``partial``."""
         if self.running:
             with suppress(Exception):  # the scheduler or a worker may be gone, together with its runs
                 self.client.cancel([assignment.future for assignment in self.running], force=True)
@@ -254,11 +254,11 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
 
     Args:
         gpus: the GPUs to use, as returned by :func:`stepscope.runs.machine.gpus_here`.
-        count: the number of CPU workers, used only without GPUs.
+        count: the number of CPU workers, used only if there are no GPUs.
         scratch: a folder for Dask's temporary files.
 
     Raises:
-        SchedulerGone: the workers didn't start.
+        SchedulerGone: If the workers didn't start.
     """
     import dask
     from distributed import Client, Nanny, Scheduler, Security, SpecCluster
@@ -351,7 +351,7 @@ def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
         signals: the list of received signals that ask the sweep to end; a signal also ends the wait for workers.
 
     Raises:
-        WorkersError: the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.
+        WorkersError: If the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.
     """
     from distributed import Client
 

@@ -1,4 +1,4 @@
-"""The studies, in the report's order. Each has a folder and a notebook with its name."""
+"""The studies, in the report's order. Each study has a folder and a notebook of the same name."""
 
 STUDIES = (
     "benchmark",

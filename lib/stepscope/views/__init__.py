@@ -99,7 +99,7 @@ def view(
         key: columns that identify a row: the studies' configuration fields, and the table's own key.
         columns: the remaining columns.
         studies: studies whose tables the view reads.
-        over: configuration fields that the view aggregates over, so that its key omits them.
+        over: configuration fields that the view aggregates over, and that its key therefore omits.
     """
 
     def declare(make: Callable[["Views"], pd.DataFrame]) -> Callable[["Views"], pd.DataFrame]:
@@ -123,8 +123,8 @@ class Views(Mapping[str, pd.DataFrame]):
     """The views of a folder's tables by name; each view is computed once, when it is first looked up.
 
     Raises:
-        MissingTable: a view requires a table that no run contains.
-        ViewError: a view's rows violate its schema.
+        MissingTable: If a view requires a table that no run contains.
+        ViewError: If a view's rows violate its schema.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -170,7 +170,7 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 class Names(tuple):
-    """Column names for a frame's ``attrs``, which pandas operations don't deep-copy as they do other values."""
+    """Column names in a frame's ``attrs`` that pandas operations share instead of deep-copying."""
 
     def __deepcopy__(self, memo: dict) -> "Names":
         return self

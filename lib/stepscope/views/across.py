@@ -1,4 +1,4 @@
-"""Define views that join studies: all runs, steps that two studies timed, and a kernel whose time they compare."""
+"""Define views that join studies, and compare the times that two studies measured for the same step or kernel."""
 
 import pandas as pd
 
@@ -80,10 +80,10 @@ def _named(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
     studies=["benchmark", "mixed_precision"],
 )
 def divisions(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and mode: the GPU time of PyTorch's division kernels in naive softmax.
+    """Return one row per configuration and mode, with the GPU time of PyTorch's division kernels in naive softmax.
 
-    The time depends on the weights, and the benchmark and mixed_precision (``other_gpu_ms``) run different
-    numbers of steps before they profile. ``ratio`` is the longer time over the shorter.
+    The time depends on the weights, and the benchmark and mixed_precision (``other_gpu_ms``) run different numbers
+    of steps before they profile. ``ratio`` is the longer time divided by the shorter time.
     """
     operations = data["operations"]
     found = operations[operations["name"].str.contains("DivFunctor")]

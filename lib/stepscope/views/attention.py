@@ -142,7 +142,7 @@ def _outcome(reason: str, forward_fits: bool) -> str:
     studies=["attention"],
 )
 def attention(data: Views) -> pd.DataFrame:
-    """Return one row per case: attention's forward and backward together, and the wall time of each phase.
+    """Return one row per case, with forward and backward together and the wall time of each phase.
 
     Speedups are relative to naive attention in the same setting. ``rank`` orders a setting's implementations by
     GPU time, where 1 is the fastest; ``lead_speedup`` is the speedup of the fastest implementation over the second
@@ -216,7 +216,7 @@ def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
     studies=["attention"],
 )
 def compiled_attention(data: Views) -> pd.DataFrame:
-    """Return one row per setting and context length: naive attention, uncompiled and compiled.
+    """Return one row per setting and context length, comparing uncompiled with compiled naive attention.
 
     ``setting`` names the precision and the head dimension. ``naive_forward`` and similar columns give wall times
     with quartiles; ``compiled_speedup`` compares the GPU times of forward and backward together.
@@ -243,7 +243,10 @@ def compiled_attention(data: Views) -> pd.DataFrame:
     studies=["attention"],
 )
 def attention_parts(data: Views) -> pd.DataFrame:
-    """Return one row per case and part of its predicted peak in GiB; the part "total" is the peak itself."""
+    """Return one row per case and part of its predicted peak, in GiB.
+
+    The part "total" is the peak itself.
+    """
     rows = []
     for case in _cases(data).drop_duplicates(CASE)[CASE].to_dict("records"):
         arguments = [case[name] for name in PART_ARGUMENTS]
@@ -263,7 +266,7 @@ def attention_parts(data: Views) -> pd.DataFrame:
     over=["d_model", "batch_size"],
 )
 def attention_errors(data: Views) -> pd.DataFrame:
-    """Return one row per precision and implementation: the largest relative error against float64.
+    """Return one row per precision and implementation, with the largest relative error against float64.
 
     The maximum is over outputs, gradients, head dimensions and context lengths. ``worst`` and ``allowed`` format
     the largest error and the error limit as text.

@@ -113,7 +113,7 @@ def _matmul_tflops(data: Views) -> dict[str, float]:
     studies=BOTH,
 )
 def operations(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode, phase and kernel name: launches and GPU time per step."""
+    """Return one row per configuration, mode, phase and kernel name, with launches and GPU time per step."""
     return both_studies(data, "operations")
 
 
@@ -123,7 +123,7 @@ def operations(data: Views) -> pd.DataFrame:
     studies=BOTH,
 )
 def kernel_categories(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and kernel category: GPU time, launches and share of kernel time."""
+    """Return one row per configuration, mode and kernel category, with GPU time, launches and time share."""
     case = ["study", *CONFIG, "mode"]
     found = data["operations"].groupby([*case, "kernel_category"], sort=False)[["gpu_ms", "count"]].sum()
     found = found.reset_index()
@@ -146,7 +146,7 @@ def samples(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def peak_rates(data: Views) -> pd.DataFrame:
-    """Return one row per benchmark run: the rates of a large matmul in its precision and of a large copy."""
+    """Return one row per benchmark run, with the rates of a large copy and a large matmul in its precision."""
     return data.table("benchmark.results").rename(columns={"copy_tb_s": "copy_tb_per_s"})
 
 
@@ -157,7 +157,7 @@ def peak_rates(data: Views) -> pd.DataFrame:
     over=[name for name in CONFIG if name != "size"],
 )
 def models(data: Views) -> pd.DataFrame:
-    """Return one row for each named size that was measured: its dimensions and its name in the 2026 handout."""
+    """Return one row per measured size that has a name, with its dimensions and its name in the 2026 handout."""
     found = data.table("benchmark.results")[["size", "parameters"]].drop_duplicates("size")
     found = found[found["size"].isin([*SIZES])]
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index", columns=["d_model", "d_ff", "layers", "heads"])
@@ -183,7 +183,7 @@ def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
     studies=BOTH[:1],
 )
 def timed_steps(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase: the mean and deviation of the first ten timed steps.
+    """Return one row per configuration, mode and phase, with mean and deviation of the first ten timed steps.
 
     ``steps`` is less than ten if fewer steps were timed.
     """
@@ -202,7 +202,7 @@ def timed_steps(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def handout_times(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: :func:`timed_steps` as text, "58.5 ± 0.0799" (ms).
+    """Return one row per configuration, with :func:`timed_steps` as text in ms, such as "58.5 ± 0.0799".
 
     The columns are forward alone, backward (inside forward + backward), both together, and the full step.
     """
@@ -268,12 +268,12 @@ def warm_up(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def first_steps(data: Views) -> pd.DataFrame:
-    """Return one row per process and phase of its full steps: the first three steps next to the median.
+    """Return one row per process and phase of the full step, comparing the first three steps with the median.
 
     The columns give the wall and enqueue times of the first three steps, the median of the timed steps
-    (``later_ms``), and how much each of the first three steps exceeds it. ``first_delay_share`` is the phase's
-    share of the first step's total delay. A step is slow if it exceeds the median by more than single steps
-    usually vary: 1%, or 20% if the timed steps are launch-bound.
+    (``later_ms``), and how much each of the first three steps exceeds this median. ``first_delay_share`` is the
+    phase's share of the first step's total delay. A step is slow if it exceeds the median by more than single
+    steps usually vary: 1%, or 20% if the timed steps are launch-bound.
     """
     key = [*CONFIG, "phase"]
     found = data["samples"]
@@ -329,7 +329,7 @@ def first_steps(data: Views) -> pd.DataFrame:
     over=["repeat"],
 )
 def repeats(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase that several processes measured: how much its times vary.
+    """Return one row per configuration, mode and phase that several processes measured, with time ratios.
 
     For each process, we take the median wall time, the fastest step and the GPU time; the columns give the minimum
     and maximum of each over all processes, and the ratio of maximum to minimum.
@@ -371,7 +371,7 @@ def repeats(data: Views) -> pd.DataFrame:
     studies=BOTH,
 )
 def phases(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: the GPU times of the full step's phases, and their shares of the total.
+    """Return one row per configuration, with the GPU times and shares of the full step's phases.
 
     ``backward_ratio`` is backward's time divided by forward's; ``model_share`` is the share of forward and
     backward together.
@@ -399,7 +399,7 @@ WITHOUT_OPTIMIZER = [name for name in CONFIG if name != "optimizer"]
     over=["optimizer"],
 )
 def optimizers(data: Views) -> pd.DataFrame:
-    """Return one row per configuration measured with foreach and fused AdamW: the optimizer's GPU times."""
+    """Return one row per configuration measured with foreach and fused AdamW, with the optimizer's GPU times."""
     found = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'optimizer'")
     made = found.set_index([*WITHOUT_OPTIMIZER, "optimizer"])["gpu_ms"].unstack("optimizer")
     made = made.reindex(columns=["foreach", "fused"]).dropna().add_suffix("_ms").reset_index()

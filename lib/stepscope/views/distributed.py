@@ -64,9 +64,9 @@ def _table(data: Views, name: str) -> pd.DataFrame:
     studies=["distributed"],
 )
 def strategies(data: Views) -> pd.DataFrame:
-    """Return one row per strategy: wall time and memory over all ranks, and the parts of the mean profiled step.
+    """Return one row per strategy, with wall time and memory over all ranks, and the parts of the profiled step.
 
-    The parts are means over the ranks.
+    The parts are means over the profiled steps and the ranks.
 
     * ``tokens``: the tokens per step and rank.
     * ``exposed_ms``: the time of transfers and waiting that no other work hides; ``hidden_ms``: the rest of
@@ -77,7 +77,7 @@ def strategies(data: Views) -> pd.DataFrame:
     * ``repeat_error``: the relative difference between the longest and the shortest wall time of several runs.
     * ``matmul_tflops``: the rate of matmuls, which counts 6 FLOPs per parameter and token.
     * ``launch_bound``: the CPU takes longer to enqueue the step than the GPU takes to compute, transfer and copy,
-      and the GPU does so for less than 95% of the wall time.
+      and the GPU does this work for less than 95% of the wall time.
     """
     steps, ranks, kernels = (_table(data, name) for name in ("steps", "ranks", "kernels"))
     rows = []
@@ -130,7 +130,7 @@ def strategies(data: Views) -> pd.DataFrame:
     studies=["distributed"],
 )
 def buckets(data: Views) -> pd.DataFrame:
-    """Return one row per DDP bucket size: the overhead by formula, and the measured exposed communication.
+    """Return one row per DDP bucket size, with the overhead by formula and the measured exposed communication.
 
     The formula is s / (n w) + n o, for s bytes of gradients in n buckets, a rate of w bytes per second, and o
     seconds per all-reduce. Both w and o are measured with all-reduces that run on their own: w with the largest
@@ -160,7 +160,7 @@ def buckets(data: Views) -> pd.DataFrame:
     studies=["distributed"],
 )
 def strategy_ranks(data: Views) -> pd.DataFrame:
-    """Return one row per strategy and rank: the mean profiled step, its parts, and the sum of the parts.
+    """Return one row per strategy and rank, with the mean profiled step, its parts, and the sum of the parts.
 
     ``communication_ms`` and ``transfer_total_ms`` include communication that compute hides.
     """
@@ -182,7 +182,7 @@ def strategy_streams(data: Views) -> pd.DataFrame:
     studies=["distributed"],
 )
 def slowdowns(data: Views) -> pd.DataFrame:
-    """Return one row per strategy and kernel category: GPU time in the strategy and in its control.
+    """Return one row per strategy and kernel category, with the GPU times in the strategy and in its control.
 
     The category "all" is the sum over all compared categories.
     """
@@ -198,7 +198,7 @@ def slowdowns(data: Views) -> pd.DataFrame:
 
 @view(key=[*CONFIG, "kind", "mib"], columns=["time_ms", "bus_gb_per_s"], studies=["distributed"])
 def collectives(data: Views) -> pd.DataFrame:
-    """Return one row per kind and size of collective: its time and bus bandwidth when it runs on its own."""
+    """Return one row per kind and size of collective, with its time and bus bandwidth when it runs on its own."""
     return _table(data, "collectives").rename(columns={"bus_gb_s": "bus_gb_per_s"})
 
 
@@ -209,7 +209,7 @@ def collectives(data: Views) -> pd.DataFrame:
     over=["size", "context_length", "batch_size", "repeat"],
 )
 def collective_costs(data: Views) -> pd.DataFrame:
-    """Return one row per kind of collective: the cost per GiB and the fixed cost per call.
+    """Return one row per kind of collective, with the cost per GiB and the fixed cost per call.
 
     ``ms_per_gib`` and ``gb_per_s`` (bus bandwidth) come from the largest collective. ``call_us`` is the time of
     the smallest collective minus its size times ``ms_per_gib``.
@@ -224,7 +224,7 @@ def collective_costs(data: Views) -> pd.DataFrame:
 
 @view(key=[*CASE, "compared_in"], columns=["name", "loss_error", "gradient_error"], studies=["distributed"])
 def distributed_errors(data: Views) -> pd.DataFrame:
-    """Return one row per strategy and precision: the relative errors of its loss and gradients.
+    """Return one row per strategy and precision, with the relative errors of loss and gradients.
 
     The reference is one GPU that accumulates gradients over the batches of all ranks.
     """

@@ -83,7 +83,7 @@ RATES = {
     over=SHAPE,
 )
 def rates(data: Views) -> pd.DataFrame:
-    """Return one row per GPU: its measured rates over all ladder runs.
+    """Return one row per GPU, with its measured rates over all ladder runs.
 
     * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: one large matmul or copy for a few
       milliseconds. We use the fastest run, because a disturbance can only slow such a burst.
@@ -183,7 +183,7 @@ COMPARED = [
 
 @view(key=KEY, columns=[*MEASURED, *DERIVED, *COMPARED], studies=["ladder"])
 def steps(data: Views) -> pd.DataFrame:
-    """Return one row per case and optimization, including those that ran out of memory.
+    """Return one row per case and optimization, including steps that ran out of memory.
 
     * ``launch_bound``: when steps run back to back, the CPU takes longer to enqueue a step than the GPU takes to
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
@@ -235,7 +235,7 @@ def steps(data: Views) -> pd.DataFrame:
 
 
 def _measured(data: Views) -> pd.DataFrame:
-    """Return :func:`steps`' rows without the columns that compare steps."""
+    """Return the rows of :func:`steps` without the columns that compare steps."""
     rows = _with_device(data, data.table("ladder.steps"))
     rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
     columns = ["parameters", "matmul_bf16", "copy"]
@@ -307,7 +307,7 @@ def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
 
 
 def _without_noise(speedup: pd.Series) -> pd.Series:
-    """Return the speedups and slowdowns of at least 3%; smaller ones are missing, because they may be noise."""
+    """Replace speedups and slowdowns of less than 3% with missing values, because such changes may be noise."""
     return speedup.where((speedup - 1).abs() >= MIN_GAIN)
 
 
@@ -319,7 +319,7 @@ def timed(data: Views, names: list[str]) -> pd.DataFrame:
 
 @view(key=KEY, columns=["name", "tokens", "column", "speedup", "product_error"], studies=["ladder"])
 def speedups(data: Views) -> pd.DataFrame:
-    """Return one row per case and optimization: its printed ``speedup`` over the preceding optimization.
+    """Return one row per case and optimization, with the printed ``speedup`` over the preceding optimization.
 
     FP8 is compared with bf16 moments. The rows ``all`` and ``all_wall`` give the speedup of the step with bf16
     moments over the fp32 step, in GPU time and in wall time; the speedup in wall time is missing if the
@@ -381,7 +381,7 @@ def ablations(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "kernel_category"], columns=["gpu_ms", "share"], studies=["ladder"])
 def kernel_shares(data: Views) -> pd.DataFrame:
-    """Return one row per step and kernel category: the category's GPU time, and its share of all kernel time."""
+    """Return one row per step and kernel category, with the category's GPU time and share of all kernel time."""
     kernels = data.table("ladder.kernels")
     found = kernels.groupby([*KEY, "kernel_category"], sort=False).gpu_ms.sum().reset_index()
     total = found.groupby(KEY).gpu_ms.transform("sum")
@@ -526,7 +526,7 @@ def loss_curves(data: Views) -> pd.DataFrame:
     studies=["ladder"],
 )
 def training(data: Views) -> pd.DataFrame:
-    """Return one row per pair of training runs on the same text: the distance between their smoothed losses.
+    """Return one row per pair of training runs on the same text, with the distance between their smoothed losses.
 
     ``mean_nats`` is the mean distance over all ``steps``, and ``final_nats`` over the last 50. ``kind`` is one of:
 
@@ -548,7 +548,10 @@ def training(data: Views) -> pd.DataFrame:
 
 
 def _pairs(losses: pd.DataFrame, baseline: str) -> list[tuple[str, tuple]]:
-    """Return the pairs to compare: each has a kind, and two columns of ``losses`` (optimization, seed)."""
+    """Return the pairs to compare.
+
+    A pair has a kind, and two columns of ``losses`` (optimization, seed).
+    """
     seeds = [column for column in losses if column[0] == baseline]
     others = [column for column in losses if column[0] != baseline and column[1] == seeds[0][1]]
     order = [*NAMES]

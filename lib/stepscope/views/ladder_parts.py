@@ -195,7 +195,7 @@ def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
     studies=["ladder"],
 )
 def roofline(data: Views) -> pd.DataFrame:
-    """Return one row per part of the fp32 step and of the fully optimized step, the two ends of a ladder.
+    """Return one row per part of a ladder's first and last steps, which are fp32 and fully optimized.
 
     Intermediate steps are omitted, because they mix numbers of two widths. Each byte that must be read or written
     counts once:

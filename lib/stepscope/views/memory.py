@@ -69,7 +69,7 @@ TRAINING_BYTES = 16  # per parameter: its weight, gradient and two AdamW moments
     studies=["memory"],
 )
 def peaks(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase: the peak of allocated memory and its contents by kind.
+    """Return one row per configuration, mode and phase, with the allocated peak and its contents by kind.
 
     The phase "total" gives the mode's highest peak; it is the only phase with a prediction. ``reserved_ratio`` is
     the reserved memory divided by the peak. ``beyond_formula_bytes`` is the requested memory minus the formula's
@@ -95,7 +95,7 @@ def peaks(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def peak_kinds(data: Views) -> pd.DataFrame:
-    """Return one row per peak and kind of tensor: the memory in GiB; the kind "all" is the complete peak."""
+    """Return one row per peak and kind of tensor, with the memory in GiB; the kind "all" is the complete peak."""
     frame = data["peaks"]
     stage = frame["phase"].where(frame["mode"] != "forward", frame["phase"] + " alone")
     names = dict(zip(KIND_COLUMNS, KINDS)) | {"peak_gib": "all"}
@@ -110,7 +110,7 @@ def peak_kinds(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def stage_peaks(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and mode that fits: each stage's peak, and details of the overall peak.
+    """Return one row per configuration and mode that fits, with each stage's peak and details of the overall peak.
 
     The details are the stage in which the overall peak occurs, the memory that the allocator's rounding adds, and
     the reserved memory.
@@ -130,9 +130,9 @@ def stage_peaks(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def timeline(data: Views) -> pd.DataFrame:
-    """Return one row per event of a recorded step: the live requested memory in GiB, by kind.
+    """Return one row per event of a recorded step, with the live requested memory of each kind in GiB.
 
-    An event is identified by the number of allocations and frees before it.
+    An event's number is the count of earlier allocations and frees.
     """
     return data.table("memory.timeline")
 
@@ -172,7 +172,7 @@ def allocations(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_memory(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: the memory that a block saves for backward, and its gradients' memory.
+    """Return one row per configuration, with a block's memory for saved tensors and for gradients.
 
     ``formula_...`` is computed from the dimensions (:mod:`stepscope.model.accounting`); ``saved_ratio`` is the
     saved memory divided by the gradients' memory. ``residual_mib`` is the size of one fp32 residual stream tensor,
@@ -200,7 +200,7 @@ def block_memory(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_operations(data: Views) -> pd.DataFrame:
-    """Return one row per operation and fp32 configuration with naive attention: the memory saved for backward.
+    """Return the memory saved for backward, by operation, in fp32 configurations with naive attention.
 
     :data:`OPERATION_FORMULAS` predicts the memory; the view adds its share of all memory that the block saves, and
     its rank by size. Records don't contain the memory by operation, because they name only the line of code that
@@ -280,7 +280,7 @@ def _configs(frame: pd.DataFrame) -> list[StepConfig]:
     studies=["memory"],
 )
 def checkpoints(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode, number of blocks and checkpoint policy: peak memory and time.
+    """Return one row per configuration, mode, number of blocks and checkpoint policy, with peak memory and time.
 
     ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpointing. ``beyond_state_gib`` is
     the peak minus the state (weights and gradients).
@@ -345,7 +345,7 @@ def _saved_bytes(config: StepConfig) -> int:
     studies=["memory"],
 )
 def memory_savings(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and measured change: the memory before and after the change.
+    """Return one row per configuration and measured change, with the memory before and after the change.
 
     The key is the configuration before the change. ``measure`` names the memory that is compared: the
     full step's peak, the memory that it reserves, or the peak of forward and backward. ``less_share`` is
@@ -421,7 +421,7 @@ def _have(frame: pd.DataFrame, values: dict) -> pd.Series:
     studies=["memory"],
 )
 def predictions(data: Views) -> pd.DataFrame:
-    """Return one row per handout size, context length and precision: the predicted peak of the full step.
+    """Return one row per handout size, context length and precision, with the predicted peak of the full step.
 
     The step is the one in the assignment: naive attention and PyTorch's default AdamW. ``state_gib`` is the memory
     for weights, gradients and AdamW's two moments in fp32, 16 bytes per parameter. ``growing_share`` is the share
@@ -468,7 +468,10 @@ def _prediction(config: StepConfig) -> dict:
     studies=["memory"],
 )
 def snapshots(data: Views) -> pd.DataFrame:
-    """Return one row per run with a snapshot for PyTorch's memory viewer: its path in the runs folder."""
+    """Return one row per run that saved a snapshot for PyTorch's memory viewer.
+
+    ``path`` is the snapshot's path in the runs folder.
+    """
     runs = data.table("runs")
     kept = (runs["study"] == "memory") & runs["save_snapshot"].eq(True)
     frame = runs[kept & (runs["status"] == "ok")]

@@ -122,7 +122,9 @@ def _kernel_times(data: Views) -> pd.DataFrame:
 
 
 def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the rows of precisions below fp32, and with the same index, the fp32 row of each row's case.
+    """Return the rows of precisions below fp32, and for each row, the fp32 row of the same case.
+
+    Both tables have the same index.
 
     Cases that were not measured in fp32 are omitted.
 
@@ -144,7 +146,7 @@ def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     studies=["mixed_precision"],
 )
 def precision_times(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and precision: wall times as text, such as "21.4 (16.2 to 22.3)".
+    """Return one row per configuration and precision, with wall times as text, such as "21.4 (16.2 to 22.3)".
 
     The text gives the median and the quartiles in ms, and for a launch-bound part also the fastest time ("at best
     13.5"). ``steps``, tokens/s and memory describe the full step.
@@ -199,7 +201,7 @@ def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def repeated_sums(data: Views) -> pd.DataFrame:
-    """Return one row per method of adding 0.01 a thousand times: the ``result``, and two parts of its error.
+    """Return one row per method of adding 0.01 a thousand times, with the ``result`` and two parts of its error.
 
     The error is the distance from 10. ``storing`` is the part due to rounding 0.01 when it is stored, and
     ``adding`` is the part due to rounding the sums.
@@ -214,7 +216,7 @@ def repeated_sums(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "precision", "tensor"], columns=["dtype"], studies=["mixed_precision"])
 def autocast_dtypes(data: Views) -> pd.DataFrame:
-    """Return one row per ToyModel tensor and autocast precision: the tensor's dtype."""
+    """Return one row per ToyModel tensor and autocast precision, with the tensor's dtype."""
     return _numbers(data, "toy").rename(columns={"case": "precision", "quantity": "tensor"})
 
 
@@ -278,7 +280,7 @@ def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
     studies=["mixed_precision"],
 )
 def layer_norm_parts(data: Views) -> pd.DataFrame:
-    """Return one row per part of LayerNorm: the input scales at which fp16 and bf16 lose values, and their errors.
+    """Return one row per part of LayerNorm, with the errors and value-losing input scales of fp16 and bf16.
 
     The scales are text: ``..._loses`` is, for example, "0.1 and less, 100 and more", and ``..._loses_below`` is
     then "0.1". The errors are measured at scale 1.
@@ -313,7 +315,7 @@ def _ends(below: pd.Series, above: pd.Series) -> list[str]:
     studies=["mixed_precision"],
 )
 def rounded_gradients(data: Views) -> pd.DataFrame:
-    """Return one row per precision: the gradients of the first step, compared with the gradients in fp32.
+    """Return one row per precision, comparing the gradients of the first step with the gradients in fp32.
 
     "fp16, unscaled" is fp16 without loss scaling. ``zero_share`` is the share of elements that are 0 only in
     this precision; ``norm_error`` and ``loss_error`` are the relative errors of the gradient norm and the loss.
@@ -329,7 +331,7 @@ def rounded_gradients(data: Views) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def precision_training(data: Views) -> pd.DataFrame:
-    """Return one row per training run on the same text: how far its loss is from the loss of the reference run.
+    """Return one row per training run on the same text, with the distance of its loss from the reference run's.
 
     The reference is fp32 with the first seed. ``final_nats`` is the mean distance over the last quarter of the
     steps. ``kind`` is "precision" (another precision with the first seed) or "seed" (fp32 with another seed).

@@ -32,7 +32,7 @@ _COMMON = re.compile(
 
 @view(key=KEY, columns=["tool", "same_as_nsys"], studies=["nsys"])
 def profile_runs(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: the ``tool`` that recorded its profiles, and a check of our sums.
+    """Return one row per configuration, with the ``tool`` that recorded its profiles and a check of our sums.
 
     ``same_as_nsys`` is true if our sum of the times of all operations equals the sum in the tool's own reports to
     the nanosecond; it is missing if the tool makes no reports.
@@ -73,7 +73,7 @@ def profile_runs(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_times(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase: the median times of unprofiled and profiled passes.
+    """Return one row per configuration, mode and phase, with the median times of unprofiled and profiled passes.
 
     Unprofiled passes are timed only in total. Their columns are the median ``wall_ms`` and its quartiles, the CPU
     time ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` lasts from the NVTX range's
@@ -160,7 +160,7 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
     studies=["nsys", "benchmark", "mixed_precision"],
 )
 def profiler_agreement(data: Views) -> pd.DataFrame:
-    """Return one row for each profile and phase, and each run of another study that used torch.profiler.
+    """Return one row for each pair of a profile's phase and another study's run that used torch.profiler.
 
     ``gpu_error`` is the difference between the GPU times of the two studies, relative to the other study's time.
     """
@@ -210,7 +210,7 @@ def _in_process(data: Views, study: str) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_kernels(data: Views) -> pd.DataFrame:
-    """Return one row per profile and kernel: its GPU time in one pass, its share of the total, and ``place``.
+    """Return one row per profile and kernel, with its GPU time in one pass, its share of the total, and ``place``.
 
     ``place`` is 1 for the kernel that takes the most time. A model of ``blocks`` Transformer blocks launches a
     kernel ``per_block`` times in each block, and ``beyond_blocks`` times outside the blocks.
@@ -254,7 +254,7 @@ def region_kernels(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "mode", "region"], columns=["column", "gpu_ms", "share"], studies=["nsys"])
 def model_parts(data: Views) -> pd.DataFrame:
-    """Return one row per profile and part of the model: its GPU time, and its share of the total GPU time."""
+    """Return one row per profile and part of the model, with the part's GPU time and share of the total."""
     keys = [*KEY, "mode"]
     rows = _operations(data).groupby([*keys, "column", "region"], sort=False)["gpu_ms"].sum().reset_index()
     rows["share"] = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
@@ -267,7 +267,7 @@ def model_parts(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_categories(data: Views) -> pd.DataFrame:
-    """Return one row per profile, phase ("total" for all phases) and kernel category: its GPU time and share.
+    """Return one row per profile, phase ("total" for all) and kernel category, with GPU time and share.
 
     The share is relative to the GPU time of the complete profile. ``other_place`` ranks a phase's non-matmul
     categories by time, starting with 1 for the longest. Attention's softmax is a separate category that includes
@@ -351,7 +351,7 @@ def readable(names: Iterable[str]) -> dict[str, str]:
     studies=["nsys"],
 )
 def profiled_attention(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: attention's Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``).
+    """Return one row per configuration, with the times of Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``).
 
     Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
     d_model per layer; ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer. ``time_share`` and
@@ -404,7 +404,7 @@ def _attention_times(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "device"], columns=["copy_ms", "matmul_ms"], studies=["nsys", "ladder"])
 def attention_at_peak_rates(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and GPU: the times that attention would take at peak rates.
+    """Return one row per configuration and GPU, with the times that attention would take at peak rates.
 
     ``copy_ms`` is the time to move the bytes of softmax at the rate of a large copy; ``matmul_ms`` is the time of
     both matmuls at the rate of a large fp32 matmul.
@@ -438,10 +438,10 @@ def attention_at_peak_rates(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_answers(data: Views) -> pd.DataFrame:
-    """Return one row per configuration that answers the assignment's questions (a) to (e).
+    """Return answers to the assignment's questions (a) to (e), with one row per configuration.
 
     (b) The ``kernel`` with the most time in forward, its launches and share; ``stays_first`` is true if it also
-    takes the most time in forward + backward. ``both_kernel`` is the kernel that does.
+    takes the most time in forward + backward. ``both_kernel`` takes the most time in forward + backward.
     (c) The largest non-matmul category in forward.
     (d) ``matmul_ratio`` is the matmuls' time in a full step divided by their time in forward.
     """
@@ -493,7 +493,7 @@ def launch_timeline(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "mode"], columns=["busy"], studies=["nsys"])
 def launch_timeline_busy(data: Views) -> pd.DataFrame:
-    """Return one row per window: the share of its first millisecond in which an operation runs."""
+    """Return one row per window, with the share of its first millisecond in which an operation runs."""
     groups = data["launch_timeline"].groupby([*KEY, "mode"], sort=False)
     busy = {key: busy_share(rows) for key, rows in groups}
     index = pd.MultiIndex.from_tuples(busy, names=[*KEY, "mode"])

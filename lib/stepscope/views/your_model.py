@@ -34,5 +34,5 @@ def model_steps(data: Views) -> pd.DataFrame:
     studies=["your_model"],
 )
 def model_modules(data: Views) -> pd.DataFrame:
-    """Return one row per module: its GPU time in the last eager step, or on a CPU, the time of its operators."""
+    """Return one row per module, with its GPU time in the last eager step; on a CPU, the time of its operators."""
     return data.table("your_model.modules")

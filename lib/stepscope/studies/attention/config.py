@@ -19,7 +19,9 @@ TOLERANCE = {"fp32": 2e-5, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 
 
 class Config(RunConfig):
-    """Causal attention without projections, with one head of ``d_model`` dimensions, in one precision.
+    """A run that measures causal attention in one precision.
+
+    The attention has one head of ``d_model`` dimensions and no projections.
 
     ``timed_steps`` is the number of timed passes, each of which is a forward and its backward. ``context_length``
     is the longest of ``context_lengths``.
@@ -50,7 +52,7 @@ class Config(RunConfig):
     def set_context_length(cls, values: Any) -> Any:
         """Sort ``context_lengths``, remove duplicates, and set ``context_length`` to the longest.
 
-        Values of other types are left for the fields' own validation.
+        Values of other types stay unchanged until the fields are validated.
         """
         if not isinstance(values, dict):
             return values

@@ -1,4 +1,4 @@
-"""The attention notebook's figure: time and memory by context length."""
+"""Draw the attention notebook's figure, which shows time and memory by context length."""
 
 import math
 
@@ -23,10 +23,13 @@ def time_and_memory(
     passes: pd.DataFrame,
     metric: str,
 ) -> style.Picture | None:
-    """Draw time and saved memory over the context length, one line per implementation; return None if nothing ran.
+    """Draw time and saved memory against the context length, with a line for each implementation.
+
+    Return None if nothing ran.
 
     Args:
-        passes: one row per case, for forward and backward together; cases that ran out of memory become crosses.
+        passes: one row per case, for forward and backward together. Cases that ran out of memory are drawn as
+            crosses.
         metric: gpu_ms or wall_ms.
     """
     names = passes["implementation"].map(LABELS)
@@ -54,7 +57,7 @@ def time_and_memory(
 
 
 def _message(timed: pd.DataFrame, metric: str) -> str:
-    """Compare the slowest and the fastest implementation, at the longest context length that at least two ran."""
+    """Compare the slowest and the fastest implementation at the longest context length that two or more ran."""
     counts = timed.groupby("context_length")["name"].nunique()
     counts = counts.clip(upper=2)
     length = counts.index[counts == counts.max()].max()
@@ -99,7 +102,7 @@ def _label_lengths(axes: Axes, lengths: list[int]) -> None:
 
 
 def _crosses(axes: Axes, rows: pd.DataFrame) -> None:
-    """Mark cases that ran out of memory with crosses above the lines, in the colors of their implementations."""
+    """Draw a cross above the lines for each case that ran out of memory, in the color of its implementation."""
     if rows.empty:
         return
     low, high = axes.get_ylim()

@@ -35,7 +35,9 @@ def peak_parts(
     context_length: int,
     precision: str,
 ) -> dict[str, int]:
-    """Return the bytes in use at the peak of a forward and backward pass, by kind of tensor, without zeros.
+    """Return the bytes of each kind of tensor in use at the peak of a forward and backward pass.
+
+    Kinds with 0 bytes are omitted.
 
     In addition to the output, fused kernels save one number per query, its logsumexp (Dao et al. 2022, algorithm
     1). Backward computes another number per query (Dao 2023, algorithm 2).
@@ -79,7 +81,11 @@ def _hidden_count(name: str, element: int) -> int:
 
 
 def _query_bytes(name: str, element: int) -> int:
-    """Return the bytes kept per query: one number for naive softmax, or two fp32 numbers for other kernels."""
+    """Return the bytes kept per query.
+
+    Naive softmax keeps one number of ``element`` bytes, "math" keeps none, and other kernels keep two fp32
+    numbers.
+    """
     if name == "math":
         return 0
     if name == "naive":
@@ -94,7 +100,7 @@ def needed_bytes(
     context_length: int,
     precision: str,
 ) -> int:
-    """Return the highest number of bytes in use at any time, including the creation of FlexAttention's mask.
+    """Return the peak number of bytes in use, which may occur during the creation of FlexAttention's mask.
 
     The arguments are the same as for :func:`peak_parts`.
     """

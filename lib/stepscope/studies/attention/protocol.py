@@ -197,7 +197,7 @@ class Protocol:
         self.clocks_mhz[case] = measure.sm_clock_mhz()
 
     def time_passes(self, call: Call, inputs: Inputs) -> pd.DataFrame:
-        """Time as many passes as fit into the configured seconds; return their times in ms by phase."""
+        """Time as many passes as fit into the configured seconds; return the passes' times in ms by phase."""
         config = self.config
         budget_ms = config.max_seconds_per_case * 1e3
         phases = measure.Phases("cpu")  # use the host's clock, because each phase ends with a synchronization
@@ -250,7 +250,7 @@ class Protocol:
     # Check the readings
 
     def repeat_impossible(self) -> None:
-        """Measure cases with impossible readings again; readings that stay impossible are marked, not removed."""
+        """Measure cases with impossible readings again; mark readings that stay impossible, but keep them."""
         for _ in range(measure.TRIES - 1):
             impossible: dict[Case, str] = {}
             for row in self.rows(self.walls):

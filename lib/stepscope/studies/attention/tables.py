@@ -1,4 +1,4 @@
-"""The attention study's tables: the schemas of a run's files, and the tables derived from them."""
+"""Define the schemas of the attention study's run files, and derive tables from these files."""
 
 import pandas as pd
 import pandera.pandas as pa
@@ -61,11 +61,13 @@ LABELS = {
 
 
 def tables(frames: Tables) -> Tables:
-    """Return ``passes``: forward and backward together, one row per implementation and context length.
+    """Return the table ``passes``, which combines forward and backward.
 
-    In addition to memory, the table has ``wall_ms``, ``gpu_ms`` and ``predicted_mib``, the peak by formula.
-    ``gpu_ms`` is missing if GPU time exceeds wall time by more than :data:`MAX_BUSY` allows. Both times are
-    missing if the case is inconsistent.
+    The table has one row per implementation and context length.
+
+    In addition to memory, it has ``wall_ms``, ``gpu_ms`` and ``predicted_mib``, the peak by formula. ``gpu_ms`` is
+    missing if GPU time exceeds wall time by more than :data:`MAX_BUSY` allows. Both times are missing if the case
+    is inconsistent.
     """
     cases = frames["cases"]
     key = [*CONFIG, *CASE]

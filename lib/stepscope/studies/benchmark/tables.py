@@ -1,4 +1,4 @@
-"""The benchmarking study's tables: the schemas of a run's files."""
+"""Define the schemas of the benchmarking study's run files."""
 
 import pandera.pandas as pa
 

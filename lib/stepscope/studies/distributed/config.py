@@ -13,7 +13,7 @@ class Strategy:
     """A function of :mod:`stepscope.optimizations.distributed_step` with its options.
 
     Args:
-        control: the strategy that computes the same without communication; "" for a strategy that doesn't
+        control: the strategy that does the same computation without communication, or "" if this strategy doesn't
             communicate.
         is_compiled: whether the model's blocks are compiled.
     """
@@ -56,7 +56,7 @@ StrategyName = Literal[tuple(STRATEGIES)]  # type: ignore[valid-type]
 
 
 class Config(StepConfig):
-    """A training step on several GPUs of one machine, with several strategies."""
+    """A run that measures a training step with several strategies on several GPUs of one machine."""
 
     study: Literal["distributed"] = "distributed"
     # The step is the one in fast_step.py, with bf16 autocast.
@@ -82,7 +82,7 @@ class Config(StepConfig):
 
     @property
     def names(self) -> list[str]:
-        """The strategies to measure, without CUDA graphs on a CPU."""
+        """The strategies to measure; on a CPU, strategies that use CUDA graphs are omitted."""
         return list(self.strategies) or list(STRATEGIES if self.device == "cuda" else ON_CPU)
 
     @property

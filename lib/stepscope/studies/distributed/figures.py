@@ -1,4 +1,4 @@
-"""The distributed study's figures: the parts of a step by strategy, and the streams of one step."""
+"""Draw the distributed study's figures, which show a step's parts by strategy and the streams of one step."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def label(strategy: str) -> str:
 
 
 def where_time_goes(parts: pd.DataFrame) -> style.Picture | None:
-    """Draw a bar per strategy with the parts of its profiled step; a tick marks the unprofiled median.
+    """Draw a bar per strategy with the parts of its profiled step; a tick marks the unprofiled step's median.
 
     Args:
         parts: the result of :func:`stepscope.studies.distributed.tables.parts`.

@@ -74,11 +74,11 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
 
     Args:
         functions: functions that replace functions of :mod:`stepscope.optimizations.distributed_step`, by name.
-            Their source is copied to the ranks, where the names of that module are defined. Also pass any other
-            functions that they call.
+            Their source code is copied to the ranks, where it can use the names that this module defines. Also
+            pass any other functions that they call.
 
     Raises:
-        DistributedError: this process sees fewer GPUs than the configuration needs.
+        DistributedError: If this process sees fewer GPUs than the configuration needs.
     """
     if config.device == "cuda" and torch.cuda.device_count() < config.gpus:
         raise DistributedError(
@@ -202,7 +202,7 @@ def _failure(folder: Path, name: str, reason: str) -> tuple[str, str]:
 
 
 def read_profiles(config: Config, folder: Path, names: Sequence[str]) -> dict[str, list[Device]]:
-    """Read the profiles of all ranks in parallel; return each strategy's GPUs, in the order of the ranks."""
+    """Read the profiles of all ranks in parallel; return the profiled GPUs by strategy, in rank order."""
     paths = [folder / f"{name}.rank{rank}.trace.json" for name in names for rank in range(config.gpus)]
     read = partial(load_capture, step="step", on_cpu=config.device == "cpu")
     captures: list[Capture]
@@ -216,7 +216,7 @@ def read_profiles(config: Config, folder: Path, names: Sequence[str]) -> dict[st
 
 
 def ranks_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
-    """Return a row per strategy and rank: the mean profiled step, its parts, and all of its communication."""
+    """Return a row per strategy and rank, with the mean profiled step, its parts, and all of its communication."""
     rows = []
     for name, gpus in profiles.items():
         comparison = compare_ranks(gpus)
@@ -238,7 +238,10 @@ def ranks_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
 
 
 def kernels_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
-    """Return each rank's kernels per step by category: count, and GPU time in ms (the sum of their durations)."""
+    """Return the number and GPU time of each rank's kernels per step, by category.
+
+    GPU time is the sum of the kernels' durations in ms.
+    """
     tables = []
     for name, gpus in profiles.items():
         for rank, gpu in enumerate(gpus):

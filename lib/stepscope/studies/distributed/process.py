@@ -45,7 +45,10 @@ GIB, MIB = 2**30, 2**20
 
 
 class Memory:
-    """Record the peak memory before and during the optimizer's step, with hooks; NaN on a CPU."""
+    """Use hooks to record the peak memory before and during the optimizer's step.
+
+    On a CPU, the peaks are NaN.
+    """
 
     def __init__(self) -> None:
         self.peaks: dict[str, float] = {}
@@ -81,7 +84,7 @@ class Memory:
 
 
 class Rank:
-    """One rank: its measurements, and the state that they share."""
+    """The measurements of one rank, and the state that they share."""
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
@@ -119,7 +122,7 @@ class Rank:
         return self.functions[strategy.function](model, batch, **strategy.options)
 
     def agree(self, count: int) -> int:
-        """Return the count on rank 0, so that all ranks run the same number of steps."""
+        """Return rank 0's count on every rank, so that all ranks run the same number of steps."""
         counts = torch.tensor([count], device=self.device)
         dist.broadcast(counts, 0)
         return int(counts.item())
@@ -154,7 +157,7 @@ class Rank:
     # -- strategies ----------------------------------------------------------------------------------------------
 
     def measure(self, name: str) -> None:
-        """Measure a strategy: memory, wall time, power, and the time of its communication on its own."""
+        """Measure a strategy's memory, wall time and power, and the time of its communication on its own."""
         strategy = STRATEGIES[name]
         self.memory.restart()
         self.memory.is_on = True
@@ -212,8 +215,8 @@ class Rank:
     def profile(self, name: str) -> None:
         """Profile steps of a strategy.
 
-        The first step is left out of the ranges, because it may be slow, and because the profilers of the ranks
-        don't start at the same time.
+        The first step has no range, because it may be slow, and because the profilers of the ranks don't start at
+        the same time.
         """
         strategy = STRATEGIES[name]
         distributed = self.apply(strategy, *self.build(strategy))
@@ -292,7 +295,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def relative_error(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Return the norm of all differences together, divided by the norm of all expected tensors together."""
+    """Return the joint norm of all differences, divided by the joint norm of all expected tensors."""
     difference = torch.stack([(a.double() - b.double()).norm() for a, b in zip(tensors, expected)]).norm()
     return float(difference / torch.stack([b.double().norm() for b in expected]).norm())
 

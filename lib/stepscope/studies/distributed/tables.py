@@ -1,4 +1,4 @@
-"""The distributed study's tables: the schemas of a run's files, and the tables derived from them."""
+"""Define the schemas of the distributed study's run files, and derive tables from these files."""
 
 import numpy as np
 import pandas as pd

@@ -45,7 +45,7 @@ def needed_flops(config: StepConfig) -> float:
 
 
 def fp8_flops(config: StepConfig) -> float:
-    """Return the FLOPs that FP8 layers run in 8 bits: forward, and the gradient of the input."""
+    """Return the FLOPs that FP8 layers run in 8 bits, for forward and for the gradient of the input."""
     forward = forward_flops(config)
     return 2 * sum(forward[region] for region in ("attention.qkv", "attention.output", "ffn"))
 
@@ -54,7 +54,7 @@ def fp8_ceiling(device: str) -> dict[str, float]:
     """Measure ``matmul_fp8``, the burst rate of a large FP8 matmul with row-wise scales, in TFLOP/s.
 
     Returns:
-        A dictionary with the rate; empty if the device has no such matmul.
+        A dictionary with the rate, or an empty dictionary if the device has no such matmul.
     """
     if not fp8.has_fp8(device):
         return {}
@@ -132,10 +132,10 @@ def sustained_matmul_rate(device: str) -> dict[str, float]:
 
 
 def filling_batch(config: StepConfig, memory_bytes: float) -> int:
-    """Return the batch size that fills the memory, a multiple of four sequences.
+    """Return the batch size that fills the memory.
 
-    The result is the largest batch size whose fully optimized step needs at most :data:`MAX_MEMORY_SHARE` of the
-    memory by formula, but at least four.
+    The result is the largest multiple of four sequences for which the fully optimized step is predicted to need at
+    most :data:`MAX_MEMORY_SHARE` of the memory, or four if even four sequences need more.
     """
     max_bytes = MAX_MEMORY_SHARE * memory_bytes
     batch = 4

@@ -27,7 +27,9 @@ def stochastic_bf16(
     index: np.ndarray,
     step: int,
 ) -> np.ndarray:
-    """Round fp32 to bf16 stochastically, with the optimizer's hash in NumPy's 32-bit integers; return fp32.
+    """Round fp32 to bf16 stochastically; return fp32.
+
+    The random bits come from the optimizer's hash, which is computed with NumPy's 32-bit integers.
 
     Args:
         x: fp32, of any shape.
@@ -157,7 +159,9 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
 
 
 def falling_moment() -> dict[str, float]:
-    """Let second moments of 1 decay with gradients of standard deviation 0.5; return the mean for each rounding.
+    """Let second moments of 1 decay with gradients of standard deviation 0.5.
+
+    Return the mean of the second moments for each rounding mode.
 
     ``v_fp32`` is not rounded, ``v_stochastic`` is rounded to bf16 stochastically, and ``v_nearest`` is rounded to
     the nearest bf16.

@@ -1,4 +1,4 @@
-"""The ladder's tables: the schemas of a run's files."""
+"""Define the schemas of the ladder's run files."""
 
 import pandera.pandas as pa
 

@@ -17,7 +17,7 @@ SEEDS = 3  # number of seeds with which the first optimization trains
 
 
 def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
-    """Draw weights from a seed and train; return the loss of each step.
+    """Initialize the weights from a seed and train; return the loss of each step.
 
     Args:
         text: token ids, (steps, B, T + 1).
@@ -38,7 +38,7 @@ def train(config: Config, subject: TrainedSubject, name: str) -> pd.DataFrame:
     The run's first optimization trains with three seeds, and all others train with the first of these seeds.
 
     Raises:
-        ConfigError: the vocabulary is smaller than the 256 bytes of the text.
+        ConfigError: If the vocabulary is smaller than the 256 bytes of the text.
     """
     if config.vocab_size < 256:
         raise ConfigError(

@@ -13,8 +13,8 @@ Mode = Literal["forward", "forward_backward", "step"]
 class Config(StepConfig):
     """A run that records every allocation of one step in each of ``modes``.
 
-    With ``blocks_per_checkpoint``, the run instead measures time and peak memory for each of these checkpoint
-    sizes. With ``nested_blocks``, the run measures each checkpoint policy for each of these numbers of blocks.
+    With ``blocks_per_checkpoint``, the run instead measures time and peak memory for each listed checkpoint size.
+    With ``nested_blocks``, the run measures each checkpoint policy for each listed number of blocks.
     """
 
     study: Literal["memory"] = "memory"

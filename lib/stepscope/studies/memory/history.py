@@ -29,7 +29,7 @@ NO_HISTORY = {"status": "unsupported", "reason": "PyTorch keeps a history of CUD
 
 
 def predicted_peak(config: Config, mode: str) -> dict[str, Any]:
-    """Return the columns of a mode's total row that don't come from a measurement."""
+    """Return the columns of a mode's row "total" that aren't measured."""
     predicted = peak(config, mode)
     return {
         "mode": mode,
@@ -49,7 +49,7 @@ def classify(recording: MemoryHistory, config: Config) -> pd.DataFrame:
     if backward frees it, and "other" if it outlives backward, as logits and loss do while the step refers to them.
 
     Raises:
-        StepscopeError: at the end or peak of a phase, the live bytes differ from the allocator's own count.
+        StepscopeError: If the live bytes at the end or peak of a phase differ from the allocator's own count.
     """
     table = allocations(recording.snapshot)
     table["phase"] = _phase_of(table["allocated_at"], recording)
@@ -169,7 +169,7 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
     """Check that the history agrees with the allocator's counts at the end and the peak of each phase.
 
     Raises:
-        StepscopeError: a count differs, so the history is incomplete.
+        StepscopeError: If a count differs, which means that the history is incomplete.
     """
     start = recording.start
     known_bytes = sum(recording.before.values())
@@ -223,7 +223,7 @@ def _add_sizes(changes: np.ndarray, table: pd.DataFrame, event: str, sign: int) 
 
 
 def _bytes_before(recording: MemoryHistory) -> np.ndarray:
-    """Return the bytes by kind (in the order of :data:`LIVE`) that were allocated before the step."""
+    """Return the bytes of each kind that were allocated before the step, in the order of :data:`LIVE`."""
     return np.array([recording.before.get(kind, 0) for kind in LIVE])
 
 
@@ -261,7 +261,10 @@ def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> 
 
 
 def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
-    """Return the columns of the allocation just before an event; they are empty if a free was before it."""
+    """Return the columns of the allocation just before an event.
+
+    If a free precedes the event, the size is 0, the layer is NaN, and the texts are empty.
+    """
     allocated = table[table["allocated_at"] == event - 1]
     if allocated.empty:
         return {"layer": float("nan"), "region": "", "line": "", "allocation_gib": 0.0}
@@ -277,8 +280,8 @@ def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
 def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
     """Return the live memory by kind after each event of the step, in GiB, with ``mode``, ``event`` and ``phase``.
 
-    A step with more than :data:`MAX_POINTS` events is divided into stretches, of which only the lowest and the
-    highest events are returned.
+    A step with more than :data:`MAX_POINTS` events is divided into stretches, and only the lowest and the highest
+    event of each stretch are returned.
     """
     last = _ends(recording)[-1]
     live = live_bytes(table)[:, : last + 1]
@@ -330,7 +333,10 @@ def group_tensors(
 
 
 def source_line(line: str) -> str:
-    """Return the source text of a line such as "stepscope/model/transformer.py:103"; "" outside this package."""
+    """Return the source text of a line such as "stepscope/model/transformer.py:103".
+
+    If the line is outside this package, return "".
+    """
     path, _, number = line.rpartition(":")
     if not path.startswith(f"{PACKAGE.name}/"):
         return ""

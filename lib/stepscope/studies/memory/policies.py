@@ -24,7 +24,7 @@ def no_checkpoints(blocks: int) -> Policy:
 
 
 def uniform(blocks: int, number: int) -> Policy:
-    """Return one level of checkpoints, each of ``number`` blocks."""
+    """Return a policy with one level of checkpoints of ``number`` blocks each."""
     policy: Policy = []
     for first in range(0, blocks, number):
         end = min(first + number, blocks)

@@ -1,4 +1,4 @@
-"""The memory study's tables: the schemas of a run's files, and the tables that its notebooks print."""
+"""Define the schemas of the memory study's run files, and derive the tables that the study's notebooks print."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -154,7 +154,7 @@ def predicted(size: str = "", **fields: str) -> StepConfig:
     """Return the configuration of a baseline step at context length 512, for predictions.
 
     Args:
-        size: by default, the largest size of the 2025 handout.
+        size: the model's size; by default, the largest size of the 2025 handout.
         fields: changes to the baseline's fields.
     """
     size = size or [*EDITIONS[2025]][-1]
@@ -189,7 +189,9 @@ def largest_baseline(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def peaks_at_backward_start(total: pd.Series) -> bool:
-    """Return whether a step peaks at the start of backward: in the backward of the loss, or of the last block.
+    """Return whether a step's peak occurs at the start of backward.
+
+    The start consists of the backward passes of the loss and of the last block.
 
     Args:
         total: the step's row of ``peaks`` whose phase is "total".
@@ -208,7 +210,7 @@ def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
     These are a title, the timeline of one configuration, and the peaks of its modes.
 
     Raises:
-        LookupError: no mode was recorded.
+        LookupError: If no mode was recorded.
     """
     if tables["memory.timeline"].empty:
         raise LookupError("no mode was recorded")
@@ -230,12 +232,14 @@ def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
 
 
 def one_level(tables: Tables) -> pd.DataFrame:
-    """Return forward and backward with one level of checkpoints, for the largest size with the most settings.
+    """Return the rows of forward and backward with one level of checkpoints, for one model size.
+
+    The size is the one with the most checkpoint settings, or the largest such size.
 
     The rows are ordered by context length, and then by blocks per checkpoint. Rows without checkpoints come last.
 
     Raises:
-        LookupError: no run measured one level of checkpoints.
+        LookupError: If no run measured one level of checkpoints.
     """
     rows = tables["memory.checkpoints"]
     rows = rows[(rows["mode"] == "forward_backward") & rows["blocks_per_checkpoint"].notna()]
@@ -250,10 +254,10 @@ def one_level(tables: Tables) -> pd.DataFrame:
 
 
 def nested(tables: Tables) -> pd.DataFrame:
-    """Return the rows of nested checkpoints, with the memory that each policy needs beyond weights and gradients.
+    """Return the rows of nested checkpoints, with each policy's memory in addition to weights and gradients.
 
     Raises:
-        LookupError: no run measured nested checkpoints.
+        LookupError: If no run measured nested checkpoints.
     """
     rows = tables["memory.checkpoints"]
     is_nested = rows["expected_saved_gib"].notna() & (rows["status"] == "ok")
@@ -311,7 +315,7 @@ def recorded_peaks(peaks: pd.DataFrame, unit: str, scale: float) -> pd.DataFrame
 
 
 def checkpoint_settings(tables: Tables) -> pd.DataFrame:
-    """Return time and peak by blocks per checkpoint, at each context length."""
+    """Return time and peak memory for each context length and number of blocks per checkpoint."""
     rows = one_level(tables)
     blocks = rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
     printed = _headed(

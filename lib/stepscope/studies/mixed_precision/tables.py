@@ -1,4 +1,4 @@
-"""The mixed-precision study's tables: the schemas of a run's files, and the tables that its notebook prints."""
+"""Define the schemas of the mixed-precision study's run files, and derive the tables that its notebook prints."""
 
 import pandas as pd
 
@@ -37,7 +37,7 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
     """Return one experiment's rows (see ``numerics``), from the first configuration that has them.
 
     Raises:
-        LookupError: no run has results of the experiment.
+        LookupError: If no run has results of the experiment.
     """
     numerics = tables["mixed_precision.numerics"]
     rows = numerics[numerics["experiment"] == experiment].drop_duplicates(list(NUMBER))
@@ -83,7 +83,7 @@ def toy(tables: Tables) -> pd.DataFrame:
 
 
 def norm_parts(tables: Tables) -> pd.DataFrame:
-    """Return, for each part of LayerNorm, the input scales at which it loses values, and its error at scale 1."""
+    """Return the input scales at which each part of LayerNorm loses values, and the part's error at scale 1."""
     errors = pivoted(tables, "norm error")
     lost = pivoted(tables, "norm lost")
     columns = {"part": lost.columns}

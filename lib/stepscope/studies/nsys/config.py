@@ -6,7 +6,7 @@ from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """A profile of one model at one context length, with all modes in one capture of one process."""
+    """A run that profiles all modes of one model at one context length, in one process and one capture."""
 
     study: Literal["nsys"] = "nsys"
     mode: Literal["all"] = "all"

@@ -1,4 +1,4 @@
-"""The profiling study's figures: kernel categories by phase, and a timeline of launches and kernels."""
+"""Draw the profiling study's figures, which show kernel categories by phase and a timeline of launches."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def lanes(
     label: str = "Forward",
     on_cpu: bool = False,
 ) -> Figure | None:
-    """Draw one millisecond of forward: CPU launches, GPU kernels, and GPU kernels if forward is a CUDA graph.
+    """Draw lanes for one millisecond of forward: CPU launches, GPU kernels, and GPU kernels in a CUDA graph.
 
     Args:
         timeline: the table of one run; the result is None if the table doesn't contain forward.
@@ -149,7 +149,7 @@ def _spans_us(rows: pd.DataFrame, start: str, duration: str) -> list[tuple[float
 
 
 def _is_launch_bound(operations: pd.DataFrame) -> bool:
-    """Return whether operations are launch-bound: the CPU takes longer to launch them than the GPU to run them."""
+    """Return whether the CPU takes longer to launch operations than the GPU takes to run them."""
     launch_ends = operations["launch_ns"] + operations["launch_duration_ns"]
     launch_ns = launch_ends.max() - operations["launch_ns"].min()
     starts = operations["start_ns"].to_numpy()

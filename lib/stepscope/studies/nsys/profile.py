@@ -81,8 +81,8 @@ def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profi
         ranged: runs one step in NVTX ranges; its arguments are the step, the annotation and ``synchronize``.
 
     Raises:
-        NsysError: the process failed, or the profiler wrote no file.
-        ConservationError: the operations don't add up.
+        NsysError: If the process failed, or the profiler wrote no file.
+        ConservationError: If the operations don't add up.
     """
     for _ in range(TRIES):
         with tempfile.TemporaryDirectory(prefix="stepscope-nsys-") as folder:
@@ -141,7 +141,7 @@ class Profile:
         trace: every operation of the capture.
         ranges: the NVTX ranges.
         totals: the number and the time of the operations, by kind.
-        reports: nsys's CSV reports by name; empty without nsys.
+        reports: nsys's CSV reports by name, or an empty dictionary if nsys is missing.
     """
 
     config: StepConfig
@@ -172,7 +172,10 @@ class Profile:
 
     @cached_property
     def impossible(self) -> dict[str, str]:
-        """The impossible readings of each mode; empty on a CPU, whose operators are not checked."""
+        """The impossible readings of each mode.
+
+        The result is empty on a CPU, because a CPU's operators are not checked.
+        """
         if self.config.device == "cpu" or not self.has_capture:
             return {}
         in_steps = self.trace[self.trace["step"] >= 0]
@@ -196,7 +199,7 @@ class Profile:
         """Check that no operation was lost or counted twice between the capture and the tables.
 
         Raises:
-            ConservationError: the sums over operations, nsys's reports, steps or tables differ.
+            ConservationError: If the sums over operations, nsys's reports, steps or tables differ.
         """
         if not self.has_capture:
             return
@@ -317,7 +320,7 @@ class Profile:
 
     @cached_property
     def timeline(self) -> pd.DataFrame:
-        """Two milliseconds from the middle of forward, and of forward replayed as a CUDA graph.
+        """The operations during two milliseconds in the middle of forward, eager and replayed as a CUDA graph.
 
         Times are relative to the start of each window.
         """
@@ -357,7 +360,7 @@ class Profile:
         """The number and the time of the operations in the CSV reports, and in :attr:`operations`.
 
         Raises:
-            ConservationError: the times differ.
+            ConservationError: If the times differ.
         """
         unit = "operators" if self.config.device == "cpu" else "operations"
         rows: list[dict[str, Any]] = []
@@ -408,7 +411,7 @@ def cut_step(
     mode: str,
     number: int,
 ) -> pd.DataFrame:
-    """Return one step's operations from nsys's reports: operations that start within the step's projection.
+    """From nsys's reports, return the operations that start within one step's projection.
 
     nsys's projection of backward has hardly any operations, because another thread launches the kernels of
     backward. Therefore, all operations between the loss and the optimizer count as backward.

@@ -1,4 +1,4 @@
-"""The profiling study's tables: the schemas of a run's files, and summaries by category and by phase."""
+"""Define the schemas of the profiling study's run files, and summarize the files by category and by phase."""
 
 import pandas as pd
 import pandera.pandas as pa
@@ -95,7 +95,7 @@ def busy_share(timeline: pd.DataFrame) -> float:
 
 
 def step_metrics(clocks: pd.DataFrame) -> pd.DataFrame:
-    """Return medians by mode and phase, in ms.
+    """Return the median times in ms by mode and phase.
 
     Unprofiled steps give ``plain_ms`` (wall time) and ``enqueue_ms``, for the total only. Profiled steps give
     ``host_ms`` (between push and pop of a range), ``projected_ms`` (from the first operation to the last),

@@ -1,1 +1,1 @@
-"""The ladder on a user's model, which a function in the user's file builds."""
+"""Apply the ladder to a user's model, which a function in the user's file builds."""

@@ -28,8 +28,8 @@ def call_isolated(function: Callable[..., Any], limit_s: float, *arguments: Any)
     """Return ``function(*arguments)`` from a new process.
 
     Raises:
-        ProcessFailed: the process was killed, crashed, or took longer than ``limit_s`` seconds.
-        StepscopeError: the function raised this error in the new process.
+        ProcessFailed: If the process was killed, crashed, or took longer than ``limit_s`` seconds.
+        StepscopeError: If the function raised this error in the new process.
     """
     current_process()._config.setdefault("tempdir", _short(_folder().name))  # type: ignore[attr-defined]
     # Otherwise, torch would ask the CUDA driver whether there is a GPU, and processes that the server forks
@@ -67,7 +67,7 @@ def _folder() -> TemporaryDirectory:
 
 
 def _short(path: str) -> str:
-    """Return a folder's path, as a relative path if it is long: socket paths are limited to 107 bytes."""
+    """Return a folder's path, made relative if it is long, because socket paths are limited to 107 bytes."""
     return path if len(path) < MAX_PATH else os.path.relpath(path)
 
 

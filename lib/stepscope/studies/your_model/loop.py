@@ -1,4 +1,4 @@
-"""The ladder on a user's model: measure each optimization on top of those that helped.
+"""Apply the ladder to a user's model by measuring each optimization on top of the optimizations that helped.
 
     ladder = Ladder(find(model, folder), config, folder)
     ladder.measure()
@@ -67,7 +67,7 @@ class Ladder:
         """Measure all optimizations.
 
         Raises:
-            StepscopeError: the model can't be built or trained in fp32. The user's traceback is printed.
+            StepscopeError: If the model can't be built or trained in fp32. The user's traceback is printed.
         """
         try:
             best = self.call(measure_row, FP32, ())
@@ -135,10 +135,10 @@ class Ladder:
         print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
 
     def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
-        """Call a function, whose argument is a job, in a new process.
+        """Call a function of a job in a new process.
 
         Raises:
-            StepscopeError: the process failed, or the model can't be built or trained.
+            StepscopeError: If the process failed, or the model can't be built or trained.
         """
         job = Job(self.source, self.config, self.folder, name, stack)
         return call_isolated(function, self.config.limit_s, job)
@@ -171,17 +171,17 @@ def is_launch_bound(row: Mapping[str, Any]) -> bool:
 
 
 def duration_ms(outcome: Outcome) -> float:
-    """Return the time by which steps are compared: the median, or the fastest if the step is launch-bound."""
+    """Return the median wall time for comparing steps, or the fastest if the step is launch-bound."""
     row = outcome.row
     return row.get("wall_min_ms" if is_launch_bound(row) else "wall_ms", math.nan)
 
 
 def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Return why an optimization isn't kept, or "" if it is kept, when one of the two steps is launch-bound.
+    """Return why an optimization isn't kept, or "" if it is kept; at least one step must be launch-bound.
 
-    The wall times of launch-bound steps are less reproducible, so they must differ by more. An optimization that
-    saves GPU time is kept even if the wall time doesn't improve, because a later CUDA graph removes the launches
-    and then shows the gain.
+    The wall times of launch-bound steps are less reproducible, so the times must differ by a larger factor. An
+    optimization that saves GPU time is kept even if the wall time doesn't improve, because a later CUDA graph
+    removes the launches and then shows the gain.
     """
     speedup = before.get("wall_min_ms", math.nan) / row.get("wall_min_ms", math.nan)
     gpu_speedup = before.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
@@ -194,7 +194,7 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
 
 
 def why_dropped(outcome: Outcome, before: Outcome) -> str:
-    """Return why an optimization isn't kept, or "" if its loss is finite and it saves more time than the noise."""
+    """Return why an optimization isn't kept, or "" if its loss is finite and the time saved exceeds the noise."""
     row = outcome.row
     if not math.isfinite(row.get("loss_error", 0.0)):
         return "its loss isn't finite"

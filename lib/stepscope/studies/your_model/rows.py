@@ -25,7 +25,7 @@ SMALL = 10**6  # with fewer parameters, CPU threads take longer to synchronize t
 
 @dataclass
 class Job:
-    """What a process measures: a model with some optimizations.
+    """A model with some optimizations, to be measured by one process.
 
     Args:
         folder: a folder that the processes share, for compiled code and the gradients of the fp32 step.
@@ -48,7 +48,10 @@ class Job:
         return self.folder / "fp32.pt"
 
     def build(self, batch_size: int = 1) -> UserSubject:
-        """Build the subject without optimizations; ``batch_size`` is unused: the user's code makes the batch."""
+        """Build the subject without optimizations.
+
+        ``batch_size`` is unused, because the user's code makes the batch.
+        """
         config = self.config
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / COMPILED_CODE / "inductor")
         os.environ["TRITON_CACHE_DIR"] = str(self.folder / COMPILED_CODE / "triton")
@@ -71,7 +74,7 @@ class Outcome:
         row: a row of the table of steps.
         kernels: the kernels of the profiled step; None if the step wasn't profiled.
         signature: equal for steps that do the same work; None if unknown.
-        facts: facts about the model, only from the fp32 row.
+        facts: facts about the model; None unless the row is fp32.
     """
 
     row: dict[str, Any]
@@ -81,7 +84,7 @@ class Outcome:
 
 
 class RowLoop(Loop):
-    """The ladder's loop for one case, in which the user's code may raise anything."""
+    """The ladder's loop for one case, in which the user's code may raise any exception."""
 
     def __init__(self, job: Job):
         super().__init__(job.config)
@@ -159,9 +162,9 @@ class RowLoop(Loop):
         case.numbers = loss, optimizer.__name__, moments, launch.__name__, layouts
 
     def time_first_call(self, subject: UserSubject) -> float:
-        """Return the seconds that the first call takes, with dropout on, as in the timed steps.
+        """Return the duration of the first call in s, with dropout on, as in the timed steps.
 
-        The comparison with fp32 turns dropout off, for which different code is compiled.
+        The comparison with fp32 turns dropout off, and therefore compiles different code.
         """
         start = default_timer()
         subject.gradients()
@@ -173,7 +176,7 @@ def measure_row(job: Job) -> Outcome:
     """Measure a job's row.
 
     Raises:
-        ModelError: the model can't be built or trained.
+        ModelError: If the model can't be built or trained.
     """
     return RowLoop(job).measure()
 

@@ -85,7 +85,7 @@ def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
             the run then names the model. "" outside of sweeps.
 
     Raises:
-        ModelError: there is no such file or function, or its text has changed.
+        ModelError: If there is no such file or function, or its text has changed.
     """
     if digest:
         model = os.environ.get(MODEL, "")
@@ -129,7 +129,7 @@ def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> t
     """Import the file and call the function on the device; return the checked (model, batch, loss or None).
 
     Raises:
-        ModelError: the file or the function raises, or returns something that can't be trained.
+        ModelError: If the file or the function raises, or returns something that can't be trained.
     """
     sys.path.insert(0, str(source.root))
     reseed(seed)
@@ -168,7 +168,7 @@ def checked(built: Any, device: str) -> tuple[Any, ...]:
     """Check what ``build`` returned, and return it as (model, batch, loss or None).
 
     Raises:
-        ModelError: the model can't be trained on this device.
+        ModelError: If the model can't be trained on this device.
     """
     parts = built if isinstance(built, tuple) else (built,)
     types = [type(part) for part in parts]
@@ -204,7 +204,7 @@ def user_line(error: BaseException | None) -> str:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is user code: not part of Python, PyTorch or stepscope, and not generated.
+    """Return whether a file is neither generated nor part of Python, PyTorch or stepscope.
 
     Other installed packages, such as transformers, count as user code.
     """

@@ -50,7 +50,7 @@ def make_subject(source: Source, keywords: dict[str, Any], device: str, seed: in
     """Build the user's model as a subject.
 
     Raises:
-        ModelError: see :func:`build`.
+        ModelError: If :func:`build` raises it.
     """
     model, batch, loss = build(source, keywords, device, seed)
     compute = partial(given_loss, loss, accepted(model, batch)) if loss else own_loss
@@ -58,7 +58,10 @@ def make_subject(source: Source, keywords: dict[str, Any], device: str, seed: in
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the loss that a model computes itself: its output, or the output's entry or attribute ``loss``."""
+    """Return the loss that a model computes itself.
+
+    The loss is the output, or its entry or attribute ``loss``.
+    """
     output = model(**batch)
     if isinstance(output, Mapping):
         return output.get("loss")
@@ -107,7 +110,9 @@ def _grouped_matmul_flops(a, b, *_, out_shape=None, **options) -> int:
 
 
 def _recurrent_flops(x, weights, second_weight, *_, **options) -> int:
-    """Return the FLOPs of an LSTM, GRU or RNN from the shapes of its inputs: each matrix multiplies each token.
+    """Return the FLOPs of an LSTM, GRU or RNN from the shapes of its inputs.
+
+    Each weight matrix multiplies each token.
 
     cuDNN's operator takes the weights of all layers as a list, and oneDNN's operator takes the two matrices of one
     layer.
@@ -143,7 +148,7 @@ def examine(subject: UserSubject) -> dict[str, Any]:
         as "router.py:41").
 
     Raises:
-        ModelError: the step raises, the loss isn't a scalar, or no parameter gets a gradient.
+        ModelError: If the step raises, the loss isn't a scalar, or no parameter gets a gradient.
     """
     device = next(iter(subject.parameters.values())).device.type
     watch = SynchronizationWatch(device)

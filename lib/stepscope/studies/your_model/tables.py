@@ -1,4 +1,4 @@
-"""The your_model study's tables: the schemas of a run's files."""
+"""Define the schemas of the your_model study's run files."""
 
 from stepscope.report.schemas import LATER, STATUSES, number_column, table_schema, text_column
 from stepscope.studies.your_model.config import MEASURES, OPTIMIZATIONS
