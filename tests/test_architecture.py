@@ -43,7 +43,7 @@ def name_of(path: Path) -> str:
 
 
 def layer_of(module: str) -> tuple[int, str]:
-    """Return a module's layer, according to the longest layer name with which the module's name begins."""
+    """Return the number and name of a module's layer: the longest layer name that matches the module's name."""
     found = [
         (len(name), place, name)
         for place, names in enumerate(LAYERS)
@@ -71,7 +71,7 @@ def imports(source: str) -> set[str]:
 
 
 def upward(module: str, source: str) -> list[str]:
-    """Return a module's imports from layers below its own."""
+    """Describe the imports of a module from layers below the module's layer."""
     own, _ = layer_of(module)
     return [f"{module} imports {other}" for other in imports(source) if layer_of(other)[0] > own]
 
