@@ -63,7 +63,7 @@ def axe() -> str:
 
 
 def violations(page) -> list[str]:
-    """Return each accessibility rule that axe-core finds violated, with the first element that violates the rule."""
+    """Return the accessibility rules that a page violates, each with the first element that violates the rule."""
     page.evaluate(axe())
     found = page.evaluate("axe.run({iframes: false, resultTypes: ['violations']})")["violations"]
     return [

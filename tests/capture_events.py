@@ -90,7 +90,7 @@ def advice_for(gpu: Device) -> list[Advice]:
 
 
 def longest_gap(gpu: Device) -> list:
-    """Return the cause, call and location of the longest explained part of any idle gap."""
+    """Return the cause, call and location of the longest part of an idle gap."""
     return explain_gaps(gpu).nlargest(1, "ms").iloc[0][["cause", "call", "where"]].tolist()
 
 

@@ -83,7 +83,7 @@ def edited(notebook: str | Path, folder: Path, before: str, after: str) -> Path:
 
 
 def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Execute the only cell that contains this text, using and updating a copy of ``names``; return the copy."""
+    """Execute the only cell that contains this text; update ``names`` with the cell's variables and return it."""
     (source,) = [
         cell.source
         for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb")
@@ -164,7 +164,7 @@ def leaks(cells: list[Cell]) -> list[str]:
     """Describe each variable that a display cell binds and a different cell reads.
 
     If the display cell fails, the other cell fails, too.
-    """"""
+    """
     found = []
     for number, cell in enumerate(cells):
         if cell.shows:

@@ -245,8 +245,8 @@ def campaign() -> SimpleNamespace:
 
     Returns:
         A namespace with these fields: ``found`` contains the reference as read, ``tables`` contains its tables
-                    without inconsistent rows, ``views`` contains the views of these tables, ``others`` maps the names of
-                    the writeup's other datasets to their tables, and ``report`` contains the rendered writeup.
+            without inconsistent rows, ``views`` contains the views of these tables, ``others`` maps the names of
+            the writeup's other datasets to their tables, and ``report`` contains the rendered writeup.
     """
     from stepscope.report import load, writeup  # imported lazily: they import matplotlib
     from stepscope.views import Views

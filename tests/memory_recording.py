@@ -80,8 +80,8 @@ def stand_in(monkeypatch) -> Storages:
 class CudaAutocast(TorchFunctionMode):
     """A mode that applies CUDA's bf16 autocast rules on a CPU, because PyTorch's rules for CPUs differ.
 
-    Matmuls run in bf16, and the bf16 copy of each weight is kept until the region ends. Exponentials, powers, inverse
-    roots, sums and the loss run in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
+    Matmuls run in bf16, and the bf16 copy of each weight is kept until the region ends. Exponentials, powers,
+    inverse roots, sums and the loss run in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
     """
 
     def __init__(self):
