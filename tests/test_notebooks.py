@@ -160,7 +160,7 @@ def names_in_code(source):
 
 @functools.cache
 def names_in_library():
-    """Return the names of the library, of its tables' columns, of the values in them, and of the model's regions."""
+    """Return the names in the library's code, in its table schemas, and of the model's regions."""
     names = set(re.findall(r'@region\("([\w.]+)"\)', inspect.getsource(transformer)))
     for path in PACKAGE.rglob("*.py"):
         names |= names_in_code(path.read_text())

@@ -93,7 +93,7 @@ def test_add_param_group_raises():
 
 @pytest.fixture
 def tabled():
-    """Return an optimizer with the tables of the GPU kernels; each of two groups contains FP8 and other parameters."""
+    """Return an optimizer with the GPU kernels' tables; both parameter groups contain FP8 and other parameters."""
     model = nn.Sequential(
         nn.Linear(128, 64, bias=False),
         nn.Linear(70, 9),

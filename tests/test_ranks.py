@@ -188,12 +188,12 @@ def test_communication_within_one_capture_is_divided_into_transfer_and_waiting(t
 def delay_gpu(operations: pd.DataFrame, late: int, delay_ns: int) -> tuple[pd.DataFrame, int]:
     """Delay a GPU before its middle collective, as if its host had slept.
 
-    The collective begins its transfer once the last GPU has arrived. Therefore, the other GPU waits longer, and both
-    GPUs resume work later.
+    The collective begins its transfer once the last GPU has arrived. Therefore, the other GPU waits longer, and
+    both GPUs resume work later.
 
     Returns:
-        The operations, and the additional time in ns for which the other GPU waits. If the late GPU already waited in
-        this collective, the additional time is shorter than the delay.
+        The operations, and the additional time in ns for which the other GPU waits. If the late GPU already waited
+        in this collective, the additional time is shorter than the delay.
     """
     rows = operations.sort_values("start_ns").copy()
     is_collective = rows["name"].astype(str).str.contains("nccl")

@@ -1,4 +1,4 @@
-"""Test that PyTorch memory snapshots show the peak and the code that holds memory, and load without executing code."""
+"""Test that PyTorch memory snapshots show the peak and the code that holds memory, and load safely."""
 
 import gzip
 import pickle

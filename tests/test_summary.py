@@ -179,7 +179,7 @@ def test_gaps_are_summed_by_cause_call_and_place():
 
 
 def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
-    """Thread 1 synchronizes and loads. Thread 2, thread 1 and an unknown thread end the three gaps in this order."""
+    """Thread 1 synchronizes and loads; thread 2, thread 1 and an unknown thread end the gaps in this order."""
     events = [
         *launch(GEMM, 0, 5, 95),
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 90),
@@ -253,7 +253,7 @@ def test_gap_location_is_the_outermost_operator_in_the_innermost_range_and_frame
 
 
 def ranged(*names: str) -> list[dict]:
-    """Return an outer range that contains a range per name and an NCCL range; each inner range launches a kernel."""
+    """Return an outer range that contains a range per name and an NCCL range; each inner range runs a kernel."""
     events = [annotation("chunk", 0, 100 * len(names) + 100)]
     for number, name in enumerate(names):
         at = 10 + 100 * number

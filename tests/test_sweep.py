@@ -293,7 +293,7 @@ def test_longest_machine_path_is_replaced_first(monkeypatch, checkout):
 
 
 def test_memory_request_matches_the_baseline_step(tiny):
-    """A request based on the changed step would be too small for the run's other steps."""
+    """A smaller memory request would be too small for the other modes of the run."""
     large = {"device": "cuda", "size": "large", "vocab_size": 10_000, "context_length": 512, "batch_size": 4}
     baseline = StepConfig(**large)
     needed_gib = peak(baseline).allocated / 2**30

@@ -87,7 +87,7 @@ def attention_on(gpu, **fields):
 def test_forward_and_backward_are_timed_separately_within_the_time_limit(
     gpu, monkeypatch, max_seconds_per_case, timed_steps, warmups, passes, is_long
 ):
-    """A pass takes 3 s, the warm-up may take a quarter of the limit, and long passes need an extra pass to settle."""
+    """A pass takes 3 s, the warm-up takes a quarter of the limit, and the SM clock settles before long passes."""
     monkeypatch.setattr(attention_protocol, "LONG_MS", 2999.0 if is_long else 3001.0)
     calls, call = [], attention(gpu)
     measurement = attention_on(
