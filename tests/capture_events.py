@@ -64,7 +64,7 @@ def launch(
 def kernels(
     first_call: float, number: int, name: str = GEMM, apart: float = 30, gpu: int = 0, stream: int = 7
 ) -> list[dict]:
-    """Return 20 µs kernels, each launched 10 µs before it starts."""
+    """Return kernels that take 20 µs each and are launched 10 µs before they start."""
     calls = [first_call + apart * index for index in range(number)]
     return [part for call in calls for part in launch(name, call, call + 10, 20, gpu=gpu, stream=stream)]
 

@@ -189,7 +189,7 @@ def tables_of(config: Config) -> dict[str, pd.DataFrame]:
 
 
 def write(folder: Path, gpus: int) -> None:
-    """Write the records of the sweep for this number of GPUs into a runs folder."""
+    """Write the records of the sweep for ``gpus`` GPUs to a runs folder."""
     store = Store(folder)
     machine = {"device_name": "Made-up GPU", "cpu": "Made-up CPU", "cpu_cores": 32, "ram_gib": 256.0}
     software = {"torch": "2.11.0", "cuda": "13.0", "driver": "580"}

@@ -72,7 +72,7 @@ def on_gpu(**fields):
 
 @cache
 def cells():
-    """Return the names defined by the checkpointing notebook's cells above the measuring cells."""
+    """Return the names that the checkpointing notebook defines above the measuring cells."""
     return run_cells("checkpointing", "results, tables = ", device="cpu")
 
 
@@ -134,7 +134,7 @@ def test_predicted_requested_bytes_match_h200_runs(source, min_runs):
 
 
 def test_predicted_allocated_bytes_are_close_to_h200_runs():
-    """Rounding depends on earlier frees, so the formula predicts it only for freshly allocated memory."""
+    """Rounding depends on earlier frees, so the formula predicts rounding only for freshly allocated memory."""
     errors = []
     for row, config in measured("benchmark"):
         error = abs(accounting.peak(config, row.mode).allocated / MIB / row.allocated_mib - 1)

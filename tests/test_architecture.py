@@ -1,4 +1,4 @@
-"""Test the project's own rules: the modules' imports and lengths, and the contents of a wheel."""
+"""Test the project's rules for the imports and lengths of modules, and the contents of a wheel."""
 
 import ast
 import re
@@ -57,7 +57,7 @@ def layer_of(module: str) -> tuple[int, str]:
 
 
 def imports(source: str) -> set[str]:
-    """Return the package's modules that a module imports anywhere in its source."""
+    """Return the modules of the package that a module's source imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "stepscope":

@@ -228,7 +228,7 @@ def test_timed_passes_do_not_compile(complete_run):
 
 
 def test_compiled_cpu_loops_count_as_operations(calls):
-    """Without these loops, compiled attention would appear several times faster than it is."""
+    """If compiled loops didn't count, compiled attention would appear several times faster than it is."""
     measurement = protocol_of(calls, [("compiled", 16)])
     measurement.measure_all()
     forward = measurement.operations[("compiled", 16), "forward"]

@@ -212,7 +212,7 @@ def test_sentences_change_when_their_columns_are_swapped(frames, templates):
 
 
 def test_views_and_facts_have_unique_names():
-    """A template looks up views and facts by name alone."""
+    """Templates look up views and facts only by name."""
     names = [*facts.FACTS, *Document(FOLDER, {}, {})._environment.globals, "code"]
     for module in MODULES:
         inside = importlib.import_module(f"stepscope.views.{module}")

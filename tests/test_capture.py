@@ -53,7 +53,7 @@ def profile_text(path: Path, **options: object) -> str:
 
 
 def training_step(number: int, at: float) -> list[dict]:
-    """Return a step's events: forward and optimizer on the main thread, backward on the autograd thread.
+    """Return a step whose forward and optimizer run on the main thread and whose backward runs on autograd's.
 
     Computation hides half of the communication.
     """
@@ -72,7 +72,7 @@ def training_step(number: int, at: float) -> list[dict]:
 
 @pytest.fixture(params=["trace.json", "trace.json.gz"])
 def training(request, tmp_path):
-    """Write a trace of two steps, preceded by a kernel whose launch isn't in the capture."""
+    """Write a trace of a kernel whose launch isn't in the capture, followed by two steps."""
     events = [unlaunched(ADD, 0, 5), *training_step(3, 100), *training_step(4, 200)]
     ranks = {"rank": 1, "world_size": 4}
     return write_trace(tmp_path / request.param, events, **H100, distributedInfo=ranks)
@@ -218,7 +218,7 @@ def test_load_capture_uses_repeating_ranges_as_steps_unless_step_is_given(tmp_pa
 
 @pytest.mark.parametrize(("threads", "steps"), [((1, 2), []), ((1,), ["train step"] * 3)])
 def test_range_on_several_threads_does_not_count_as_a_step(tmp_path, threads, steps):
-    """If a second thread (such as autograd's) opens the same range, launches are in a range at all times."""
+    """If two threads (such as autograd's and a data loader's) open ranges, the ranges enclose all launches."""
     starts = [(100 * number + 50 * (tid - 1), tid) for number in range(3) for tid in threads]
     ranges = [annotation("train step", start, 40, tid) for start, tid in starts]
     work = [part for call in range(10, 300, 50) for part in launch(ADD, call, 1000 + call, 5)]

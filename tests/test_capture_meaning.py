@@ -330,7 +330,7 @@ def test_time_span_includes_only_complete_steps(tmp_path):
 
 @pytest.mark.parametrize(("launches", "cause"), [(0, "unnamed"), (15, "launch")])
 def test_host_launching_for_a_different_gpu_does_not_count_as_silent(tmp_path, launches, cause):
-    """Between two operations of GPU 0, the thread launches for GPU 1."""
+    """Between two operations on GPU 0, the thread launches kernels on GPU 1."""
     own = [*launch(GEMM, 0, 5, 10), *launch(GEMM, 1000, 1005, 10), *launch(ADD, 1010, 1016, 3000)]
     gpu = first_gpu(tmp_path, [*own, *kernels(50, launches, apart=60, gpu=1)])
     assert explain_gaps(gpu)["cause"].iloc[0] == cause

@@ -1,4 +1,4 @@
-"""Test that the changes that notebooks suggest to readers have the promised effects on a CPU.
+"""Test that the changes suggested in notebooks have the promised effects on a CPU.
 
 Test here only the changes that test_benchmark.py, test_mixed_precision.py and test_nsys.py don't test.
 """

@@ -1,4 +1,4 @@
-"""Test docs/fast_step.py, parts of which the report quotes."""
+"""Test the script docs/fast_step.py; the report quotes parts of this script."""
 
 import copy
 import importlib.util

@@ -194,7 +194,7 @@ def relative_error(x, exact):
 
 
 def test_fp8_error_matches_rounding_to_4_significant_bits():
-    """Rounding both factors to 4 significant bits gives a similar error; rounding to 3 bits, a larger error."""
+    """Rounding both factors to 4 significant bits gives a similar error, and 3 bits give a larger error."""
 
     def rounded(x, bits):
         fraction, exponent = torch.frexp(x)

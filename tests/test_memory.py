@@ -93,7 +93,7 @@ AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V
 
 
 def bytes_after_loss(config):
-    """Return the number of bytes that the formulas predict just before backward, by kind."""
+    """Return the bytes of each kind that, according to the formulas, are allocated just before backward."""
     formulas = accounting.formulas_of(config)
     at_rest = accounting.at_rest(config, "forward_backward")
     texts = (formulas.saved, formulas.weight_cache, formulas.logits, *AFTER_LOSS[config.precision])

@@ -359,7 +359,7 @@ def test_notebook_shares_match_the_operations(here):
 
 
 class Recorder:
-    """A range domain that records each opened range's depth and name."""
+    """A range domain that records the depth and name of each opened range."""
 
     def __init__(self):
         self.opened, self.depth = [], 0

@@ -1,4 +1,4 @@
-"""Test the HTML page's markup, and its layout if a browser is installed."""
+"""Test the markup of the HTML page; if a browser is installed, also test the page's layout."""
 
 import html
 import re

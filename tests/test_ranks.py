@@ -186,7 +186,7 @@ def test_communication_within_one_capture_is_divided_into_transfer_and_waiting(t
 
 
 def delay_gpu(operations: pd.DataFrame, late: int, delay_ns: int) -> tuple[pd.DataFrame, int]:
-    """Delay a GPU before its middle collective, as if its host had slept.
+    """Delay a GPU before its middle collective, as if the GPU's host had slept.
 
     The collective begins its transfer once the last GPU has arrived. Therefore, the other GPU waits longer, and
     both GPUs resume work later.

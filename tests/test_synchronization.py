@@ -1,4 +1,4 @@
-"""Test, on a fake GPU, that code waits for the GPU before it reads the host's clock."""
+"""Test on a fake GPU that code waits for the GPU before reading the host's clock."""
 
 import math
 from contextlib import nullcontext

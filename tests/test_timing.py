@@ -209,7 +209,7 @@ def test_not_capturable_returns_a_reason(device, adamw, is_scaling, reason):
 
 
 def test_graph_keeps_tensors_read_by_its_step_alive(monkeypatch, gpu):
-    """The GPU reads tensors by address, so it would read freed memory if Python freed them."""
+    """The GPU reads tensors by address, so the GPU would read freed memory if Python freed a tensor."""
     Graphs(monkeypatch, gpu)
 
     def capture():

@@ -113,7 +113,7 @@ def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
 
 
 def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
-    """Return the time of each group of a profile's operations, and the group's share of the profile."""
+    """Return the GPU time of each group of operations, and the group's share of the profile's time."""
     result = {}
     for key, own in grouped(WITH_TOTALS if phases else OPERATIONS, "mode", *names).items():
         total_ns = summed(PROFILES[key[: len(CONFIG) + 1]])

@@ -21,7 +21,7 @@ NO_UNIT = {"n", "billion", "x"}  # filters for counts and for ratios computed in
 
 
 def expressions(tree: nodes.Template) -> list[nodes.Expr]:
-    """Return a template's printed expressions, excluding its text and ``holds`` calls."""
+    """Return the expressions that a template prints, excluding ``holds`` calls."""
     printed = []
     for output in tree.find_all(nodes.Output):
         for expression in output.nodes:
