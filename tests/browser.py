@@ -16,7 +16,10 @@ DESKTOP, PHONE = (1440, 900), (390, 844)  # CSS pixels
 
 
 def program() -> str:
-    """Find an installed browser; if there is none, skip the test, or fail it if a browser is required."""
+    """Return the path of an installed browser.
+
+    If no browser is installed, skip the test, or fail the test if STEPSCOPE_BROWSER is set.
+    """
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         missing = pytest.fail if os.environ.get("STEPSCOPE_BROWSER") else pytest.skip
@@ -60,7 +63,7 @@ def axe() -> str:
 
 
 def violations(page) -> list[str]:
-    """Return axe-core's violations, each with the first element that violates the rule."""
+    """Return the accessibility rules that a page violates, each with the first element that violates the rule."""
     page.evaluate(axe())
     found = page.evaluate("axe.run({iframes: false, resultTypes: ['violations']})")["violations"]
     return [

@@ -35,7 +35,7 @@ def profiler_step(number: int, ts: float, dur: float) -> dict:
 
 
 def operator(name: str, dtype: str, *shapes: list, ts: float = 0, tid: int = 1) -> dict:
-    """Return an operator's event, to pass to ``launch``; all of the operator's arguments have the same dtype."""
+    """Return an operator's event for use with ``launch``; all arguments of the operator have the same dtype."""
     inputs = {"Input Dims": [*shapes], "Input type": [dtype] * len(shapes)}
     return event("cpu_op", name, ts, 4, tid, **{"External id": next(ids)}, **inputs)
 
@@ -64,7 +64,7 @@ def launch(
 def kernels(
     first_call: float, number: int, name: str = GEMM, apart: float = 30, gpu: int = 0, stream: int = 7
 ) -> list[dict]:
-    """Return 20 µs kernels, each launched 10 µs before it starts."""
+    """Return kernels that take 20 µs each and are launched 10 µs before they start."""
     calls = [first_call + apart * index for index in range(number)]
     return [part for call in calls for part in launch(name, call, call + 10, 20, gpu=gpu, stream=stream)]
 
@@ -90,7 +90,7 @@ def advice_for(gpu: Device) -> list[Advice]:
 
 
 def longest_gap(gpu: Device) -> list:
-    """Return the cause, call and place of the longest part of any idle gap."""
+    """Return the cause, call and location of the longest part of an idle gap."""
     return explain_gaps(gpu).nlargest(1, "ms").iloc[0][["cause", "call", "where"]].tolist()
 
 

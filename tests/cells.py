@@ -22,7 +22,7 @@ NOTEBOOKS = sorted((PACKAGE / "notebooks").glob("*.ipynb"))
 
 @functools.cache
 def reference(runs: str | Path = "", quiet: bool = False) -> Tables:
-    """Return the reference tables that a notebook compares its run with; read them only once."""
+    """Return the reference tables with which a notebook compares its run; cache the tables."""
     return load(runs, quiet)
 
 
@@ -33,14 +33,14 @@ def run_cells(
     wrapped: Mapping[str, Callable[[Any], Any]] | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
-    """Execute a notebook's code cells in this process, in order; return their variables.
+    """Execute a notebook's code cells in order in this process; return the variables that the cells define.
 
     Args:
         notebook: the notebook's path, or the name of one of the package's notebooks.
         until: stop before the first cell that contains this text.
-        replaced: values for names, such as a clock or a library's function, set after each cell.
-        wrapped: wrappers by function name, which are applied once a cell has defined the function.
-        parameters: values that override the parameters cell's values.
+        replaced: values by name that replace variables, such as a clock or a library function, after each cell.
+        wrapped: wrappers by function name; a wrapper is applied once a cell has defined its function.
+        parameters: values that override the values in the parameters cell.
     """
     path = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -83,7 +83,7 @@ def edited(notebook: str | Path, folder: Path, before: str, after: str) -> Path:
 
 
 def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Execute the only cell that contains this text with these variables; return the variables."""
+    """Execute the only cell that contains this text; update ``names`` with the cell's variables and return it."""
     (source,) = [
         cell.source
         for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb")
@@ -121,7 +121,7 @@ def fastest_complete_step(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
-    """Return the operations' total time in milliseconds, grouped by these columns."""
+    """Return the total time of operations in milliseconds for each combination of values in these columns."""
     return (
         (operations["end_ns"] - operations["start_ns"])
         .groupby([operations[name] for name in names])
@@ -147,7 +147,7 @@ def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dic
 
 
 def step_flops(config: Any) -> float:
-    """Return the matmul FLOPs of a full step: three times those of forward, including the matmuls in attention."""
+    """Return the matmul FLOPs of a full step, including attention; a step has three times the FLOPs of forward."""
     weights = (
         config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
         + config.vocab_size * config.d_model
@@ -161,7 +161,10 @@ def step_flops(config: Any) -> float:
 
 
 def leaks(cells: list[Cell]) -> list[str]:
-    """Return names that another cell reads but only a display cell binds, so that both cells fail together."""
+    """Describe each variable that a display cell binds and a different cell reads.
+
+    If the display cell fails, the other cell fails, too.
+    """
     found = []
     for number, cell in enumerate(cells):
         if cell.shows:
@@ -177,7 +180,7 @@ def leaks(cells: list[Cell]) -> list[str]:
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
-    """Return the global names that a cell reads anywhere, and the global names that it binds."""
+    """Return two sets: the global names that a cell reads, and the global names that the cell binds."""
     module = compile(source, "cell", "exec")
     read, bound, todo = set(), set(), [module]
     while todo:

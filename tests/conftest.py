@@ -115,7 +115,7 @@ def threads_of_torch(monkeypatch):
 
 @pytest.fixture
 def faults(tmp_path, monkeypatch) -> Path:
-    """Make every study's runs in this test execute the notebook above; return that notebook's folder."""
+    """Make the runs of every study execute the notebook with ``FAULTS``; return the notebook's folder."""
     folder = tmp_path / "faults"
     folder.mkdir()
     content = {
@@ -147,7 +147,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def write_sweep(tmp_path):
-    """Return a function that writes a sweep file: strings unchanged, other values as YAML."""
+    """Return a function that writes a sweep file; the function converts any value except a string to YAML."""
 
     def write(content: object, name: str = "some.yaml") -> Path:
         path = tmp_path / name
@@ -167,12 +167,12 @@ def record_of(config: RunConfig, **fields) -> Record:
 
 
 def put(store: Store, config: RunConfig, **fields) -> Path:
-    """Commit a successful run's record, as made by ``record_of``, to a runs folder; return the run's folder."""
+    """Commit the record that ``record_of`` makes to a runs folder; return the run's folder."""
     return store.commit(store.new_staging_folder(), record_of(config, **fields))
 
 
 class Program:
-    """The command line, run in a separate session; an environment variable marks all of its processes."""
+    """A command that runs in a separate session; an environment variable marks all processes of the command."""
 
     def __init__(self, folder: Path, *arguments: object):
         self.mark = f"STEPSCOPE_TEST_{uuid.uuid4().hex}"
@@ -217,7 +217,7 @@ class Program:
 
 @pytest.fixture
 def program(tmp_path):
-    """Return a function that starts the command line as a program, any number of times."""
+    """Yield a function that starts a command in a separate process; end all started processes after the test."""
     made: list[Program] = []
 
     def start(*arguments: object) -> Program:
@@ -244,8 +244,9 @@ def campaign() -> SimpleNamespace:
     """Read and render the reference once for all tests.
 
     Returns:
-        ``found``, as read; ``tables`` without inconsistent rows; ``views``; ``others``, the tables of the writeup's
-            other datasets, by name; and ``report``, the writeup.
+        A namespace with these fields: ``found`` contains the reference as read, ``tables`` contains its tables
+            without inconsistent rows, ``views`` contains the views of these tables, ``others`` maps the names of
+            the writeup's other datasets to their tables, and ``report`` contains the rendered writeup.
     """
     from stepscope.report import load, writeup  # imported lazily: they import matplotlib
     from stepscope.views import Views

@@ -9,7 +9,7 @@ from stepscope.measure import timing
 
 
 class FakeGpu:
-    """A simulated GPU and a simulated host clock, both in ms.
+    """A simulated GPU and host clock; all times are in ms.
 
     A launch takes the host 1 ms. Only a synchronization advances the host's clock to the end of the GPU's work.
 

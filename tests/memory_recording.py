@@ -1,4 +1,4 @@
-"""A fake CUDA allocator that answers the memory recorder's calls, based on the storages of a CPU step."""
+"""Fake the CUDA allocator: answer the memory recorder's calls with the storages that a CPU step allocates."""
 
 import weakref
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 
 
 class Storages(TorchDispatchMode):
-    """A recorder of the storages that operations allocate and free; allocated sizes are multiples of 512 bytes."""
+    """A recorder of allocated and freed storages that rounds allocated sizes up to multiples of 512 bytes."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Storages(TorchDispatchMode):
 
 
 def stand_in(monkeypatch) -> Storages:
-    """Patch torch.cuda's memory calls; return the context manager in which to make the recording."""
+    """Patch the memory functions of torch.cuda; return the context manager that records a step's storages."""
     storages = Storages()
     for name, answer in {
         "synchronize": lambda: None,
@@ -78,10 +78,10 @@ def stand_in(monkeypatch) -> Storages:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """A mode that applies CUDA's bf16 autocast rules on a CPU, where PyTorch's autocast rules differ.
+    """A mode that applies CUDA's bf16 autocast rules on a CPU, because PyTorch's rules for CPUs differ.
 
-    Matmuls run in bf16, with a copy of each weight kept until the region ends. Exponentials, powers, inverse
-    roots, sums and the loss run in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
+    Matmuls run in bf16, and the bf16 copy of each weight is kept until the region ends. Exponentials, powers,
+    inverse roots, sums and the loss run in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
     """
 
     def __init__(self):

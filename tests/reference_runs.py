@@ -1,4 +1,4 @@
-"""Read the files in runs/h200 without importing the package, and compare views with the values in the files."""
+"""Read the files in runs/h200 without importing the package; compare views with the values in the files."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def read_records(folder: Path = RUNS) -> list[tuple[Path, Row]]:
 
 
 def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return the tables of these studies, with columns for these configuration fields, and a table of the runs."""
+    """Return the tables of these studies and a table of their runs; add columns for the configuration fields."""
     frames = defaultdict(list)
     for place, record in read_records(folder):
         study = record["study"]
@@ -56,7 +56,7 @@ def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[
 
 
 def keyed(rows: pd.DataFrame, key: Iterable[str]) -> Rows:
-    """Return rows keyed by the values of these columns, which must be unique."""
+    """Return rows keyed by the values of these columns; check that each key is unique."""
     names = [*key]
     found = {tuple(row[name] for name in names): row for row in rows.to_dict("records")}
     assert len(found) == len(rows)
@@ -72,7 +72,7 @@ def is_same(shown: Any, expected: Any) -> bool:
 
 
 def assert_same(shown: Rows, expected: Rows) -> None:
-    """Check that both sides contain the same rows, and that the expected columns match in all of them."""
+    """Check that ``shown`` and ``expected`` have the same keys, and that all values in ``expected`` match."""
     assert shown.keys() == expected.keys()
     wrong = [
         (key, column, shown[key][column], value)

@@ -1,11 +1,11 @@
-"""Copy a runs folder with scaled times, to see how its writeup changes.
+"""Copy a runs folder and scale its times, to show how the writeup changes.
 
     python tests/simulated_campaign.py runs/h200 /tmp/slower --factor 1.3 --jitter 0.2
     stepscope render --writeup --runs /tmp/slower --out /tmp/slower/report
 
-Each case of a run (mode, precision, optimization, ...) gets one factor between ``factor * (1 - jitter)`` and
-``factor * (1 + jitter)``, which is the same in all tables of the run. Times and energy are multiplied by the
-factor, and rates are divided by it. Bounds remain unchanged, because they are computed rather than measured.
+Each case of a run (mode, precision, optimization, ...) gets a factor between ``factor * (1 - jitter)`` and
+``factor * (1 + jitter)``. All tables of the run use the same factor for a case. Times and energy are multiplied
+by the factor, and rates are divided by the factor. Bounds remain unchanged, because bounds aren't measured.
 """
 
 import argparse
@@ -24,14 +24,14 @@ MAX_HASH = 0xFFFFFFFF
 
 
 def factor_of(run: str, case: str, factor: float, jitter: float) -> float:
-    """Return the factor for a run's case, which depends on a hash of the names of the run and the case."""
+    """Return a run's factor for a case, computed from a hash of the run's name and the case."""
     digest = hashlib.md5(f"{run} {case}".encode()).hexdigest()
     between = int(digest[:8], 16) / MAX_HASH  # between 0 and 1
     return factor * (1 - jitter + 2 * jitter * between)
 
 
 def scaled(table: pd.DataFrame, run: str, factor: float, jitter: float) -> pd.DataFrame:
-    """Return a run's table with scaled times."""
+    """Return a run's table with scaled times, energies and rates."""
     fields = [name for name in CASE if name in table]
     by = pd.Series(factor_of(run, "", factor, jitter), table.index)
     for case, rows in table.groupby(fields, sort=False, dropna=False) if fields else ():
@@ -49,10 +49,10 @@ def scaled(table: pd.DataFrame, run: str, factor: float, jitter: float) -> pd.Da
 
 
 def write(runs: Path, out: Path, factor: float, jitter: float) -> None:
-    """Copy a runs folder with scaled times, and update the digests of its files.
+    """Copy a runs folder, scale its times, and update the digests of the files.
 
     Raises:
-        FileExistsError: ``out`` already exists.
+        FileExistsError: If ``out`` already exists.
     """
     shutil.copytree(runs, out)
     for path in out.glob("*/*/record.json"):

@@ -1,8 +1,8 @@
-"""Write made-up records of the distributed study's GPU sweep, to render its chapter before anything is measured.
+"""Write made-up records of the distributed study's GPU sweep, to render the chapter before measuring.
 
     python tests/simulated_gpus.py /tmp/simulated/h100x2 --gpus 2
 
-Every number follows from a simple model of the step: a rate for matmuls, a rate for links, and a time per launch.
+A simple model of the step determines every number from a matmul rate, a link rate, and a time per launch.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def bucket_mib(name: str) -> float:
-    """Return the message size of a strategy that sends gradients in buckets."""
+    """Return the message size in MiB of a strategy that sends gradients in buckets."""
     sizes = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB} | {
         "ddp_graph": 100,
         "ddp_graph_bf16_gradients": 100,
@@ -40,7 +40,7 @@ def bucket_mib(name: str) -> float:
 
 @dataclass
 class Step:
-    """A strategy's step according to the model: number and total size of the collectives, and times in ms."""
+    """A modeled step of a strategy, with the number of collectives, their total size in GiB, and times in ms."""
 
     count: int
     gib: float
@@ -160,12 +160,12 @@ def profile_rows(config: Config, name: str) -> dict[str, list[dict]]:
 
 
 def hash_of(text: str) -> float:
-    """Return a number between 0 and 1 that depends only on this text."""
+    """Return a number between 0 and 1 that depends only on ``text``."""
     return int(hashlib.md5(text.encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
 
 
 def tables_of(config: Config) -> dict[str, pd.DataFrame]:
-    """Return a run's tables."""
+    """Return the tables of a made-up run, by name."""
     rows: dict[str, list[dict]] = {name: [] for name in SCHEMAS}
     for strategy in config.names:
         rows["steps"].append(steps_row(config, strategy))
@@ -189,7 +189,7 @@ def tables_of(config: Config) -> dict[str, pd.DataFrame]:
 
 
 def write(folder: Path, gpus: int) -> None:
-    """Write the records of the sweep for this number of GPUs into a runs folder."""
+    """Write the records of the sweep for ``gpus`` GPUs to a runs folder."""
     store = Store(folder)
     machine = {"device_name": "Made-up GPU", "cpu": "Made-up CPU", "cpu_cores": 32, "ram_gib": 256.0}
     software = {"torch": "2.11.0", "cuda": "13.0", "driver": "580"}

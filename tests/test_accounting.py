@@ -1,4 +1,4 @@
-"""Test memory formulas against CPU storages, H200 runs and the allocator's rounding; test what fits in memory."""
+"""Test memory formulas against CPU storages, H200 runs and the allocator's rounding; test which sizes fit."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -72,12 +72,12 @@ def on_gpu(**fields):
 
 @cache
 def cells():
-    """Return the names defined by the checkpointing notebook's cells above the measuring cells."""
+    """Return the names that the checkpointing notebook defines above the measuring cells."""
     return run_cells("checkpointing", "results, tables = ", device="cpu")
 
 
 def peak_of_step(config, mode, monkeypatch, blocks=0):
-    """Return the peak number of requested bytes in a step after the first."""
+    """Run two steps; return the peak number of requested bytes in the second step."""
     names = cells()
     names["autocast"] = CudaAutocast() if config.precision == "bf16" else nullcontext()
     names["modes"] = [mode]
@@ -116,7 +116,7 @@ def test_predicted_peak_matches_the_peak_of_live_storages(fields, mode, blocks, 
 
 
 def measured(source):
-    """Yield each peak measured in the runs of an earlier reference, with its configuration."""
+    """Yield each row of peak memory that an earlier reference measured, and the row's configuration."""
     rows = pd.read_csv(H200)
     fields = ("size", "context_length", "precision", "attention", "optimizer")
     for row in rows[rows["source"] == source].itertuples():
@@ -134,7 +134,7 @@ def test_predicted_requested_bytes_match_h200_runs(source, min_runs):
 
 
 def test_predicted_allocated_bytes_are_close_to_h200_runs():
-    """Rounding depends on earlier frees, so the formula predicts it only for freshly allocated memory."""
+    """Rounding depends on earlier frees, so the formula predicts rounding only for freshly allocated memory."""
     errors = []
     for row, config in measured("benchmark"):
         error = abs(accounting.peak(config, row.mode).allocated / MIB / row.allocated_mib - 1)
@@ -144,7 +144,7 @@ def test_predicted_allocated_bytes_are_close_to_h200_runs():
 
 
 def test_predicted_bytes_of_fully_optimized_step_are_close_to_h200_runs():
-    """Moments are fp32. The tolerance is larger for ``small``, where the CUDA graph's pool is a larger share."""
+    """The CUDA graph's pool is a larger share of the memory for ``small``, so its tolerance is larger."""
     for row, config in measured("ladder"):
         error = abs(fit.fully_optimized_bytes(config, moment=4) / MIB / row.allocated_mib - 1)
         assert error < (0.05 if row.size == "small" else 0.015), row

@@ -1,4 +1,4 @@
-"""Test the project's own rules: the modules' imports and lengths, and the contents of a wheel."""
+"""Test the project's rules for the imports and lengths of modules, and the contents of a wheel."""
 
 import ast
 import re
@@ -43,7 +43,7 @@ def name_of(path: Path) -> str:
 
 
 def layer_of(module: str) -> tuple[int, str]:
-    """Return a module's layer, according to the longest layer name with which the module's name begins."""
+    """Return the number and name of a module's layer: the longest layer name that matches the module's name."""
     found = [
         (len(name), place, name)
         for place, names in enumerate(LAYERS)
@@ -57,7 +57,7 @@ def layer_of(module: str) -> tuple[int, str]:
 
 
 def imports(source: str) -> set[str]:
-    """Return the package's modules that a module imports anywhere in its source."""
+    """Return the modules of the package that a module's source imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "stepscope":
@@ -71,7 +71,7 @@ def imports(source: str) -> set[str]:
 
 
 def upward(module: str, source: str) -> list[str]:
-    """Return a module's imports from layers below its own."""
+    """Describe the imports of a module from layers below the module's layer."""
     own, _ = layer_of(module)
     return [f"{module} imports {other}" for other in imports(source) if layer_of(other)[0] > own]
 

@@ -45,13 +45,13 @@ def run_notebook(notebook="attention", until="errors = results.checks", replaced
 
 @pytest.fixture(scope="module")
 def calls():
-    """Return the names defined by the cells above the measuring cell."""
+    """Return the names that the cells above the measuring cell define."""
     return run_notebook(until="cases = [")
 
 
 @pytest.fixture(scope="module")
 def complete_run():
-    """Return a complete run's names, and the number of compiled graphs at each clock reading."""
+    """Run the entire notebook; return its variables and the number of compiled graphs at each clock reading."""
     compiled = []
 
     def timer():
@@ -147,7 +147,7 @@ def test_float64_attention_in_chunks_matches_a_single_pass(monkeypatch):
 
 
 def run_with_scores(change, **fields):
-    """Run the notebook with flash attention, and with naive attention on changed scores; return its tables."""
+    """Run the notebook with flash attention and with naive attention on changed scores; return the tables."""
 
     def naive(q, k, v, mask):
         scores = change(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5)
@@ -228,7 +228,7 @@ def test_timed_passes_do_not_compile(complete_run):
 
 
 def test_compiled_cpu_loops_count_as_operations(calls):
-    """Without these loops, compiled attention would appear several times faster than it is."""
+    """If compiled loops didn't count, compiled attention would appear several times faster than it is."""
     measurement = protocol_of(calls, [("compiled", 16)])
     measurement.measure_all()
     forward = measurement.operations[("compiled", 16), "forward"]
@@ -464,7 +464,7 @@ def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
 
 
 def test_passes_table_adds_phases_and_omits_impossible_times():
-    """GPU time may exceed wall time by 2%, or by any factor on a CPU, where they come from different passes."""
+    """On a GPU, GPU time may exceed wall time by 2%. On a CPU, GPU and wall times come from different passes."""
     cases = [
         case_rows("naive"),
         case_rows("compiled", gpu_ms=(1.0, 2.02)),

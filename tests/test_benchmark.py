@@ -1,4 +1,4 @@
-"""Test the benchmarking study: a CPU run's tables, out-of-memory errors, and the notebook's own step and timer."""
+"""Test the benchmarking study: a CPU run's tables, out-of-memory errors, and the notebook's step and timer."""
 
 import math
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def test_cpu_results_omit_the_data_sheet_peak(run):
 
 
 def test_run_fails_when_weights_do_not_fit():
-    """A run that raises this error gets the status ``oom``."""
+    """A run that raises ``OutOfMemoryError`` gets the status ``oom``."""
 
     def build(config):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -105,7 +105,7 @@ def test_summary_gives_the_reason_when_no_mode_fits():
 
 
 def test_recorded_step_time_doubles_when_notebook_timer_is_doubled(tmp_path):
-    """Phases are timed separately, so the step takes at least twice their sum."""
+    """Doubling the step's timer leaves the phase times unchanged, so the step takes at least twice their sum."""
     clock = "wall_ms = (default_timer() - start) * 1e3"
     doubled = edited("benchmark", tmp_path, f"        {clock}", f"        {clock.replace('(', '2 * (', 1)}")
     times = run_cells(doubled, **QUICK)["results"].times

@@ -1,4 +1,4 @@
-"""Test that the writeup's numbers come from the records: different records change the text, reordering doesn't."""
+"""Test that changing the records changes the writeup's numbers, and that reordering the records doesn't."""
 
 import hashlib
 import importlib
@@ -42,7 +42,7 @@ def test_reference_was_measured_by_one_version_of_the_code_on_one_kind_of_gpu():
 
 
 def shuffled(table: pd.DataFrame) -> pd.DataFrame:
-    """Reorder the runs, and the rows that don't belong to any run."""
+    """Reorder a table's runs, or all rows if the table has no runs."""
     if "run_id" not in table:
         return table.sample(frac=1, random_state=1)
     digests = {run: hashlib.md5(run.encode()).hexdigest() for run in table["run_id"].unique()}
@@ -95,9 +95,9 @@ SILENT = re.compile(r"\b(holds|figure)\(.*|\.\w+\.count\(\)")
 
 
 class Template:
-    """A template's set lines, and its lines that print view columns.
+    """The lines of a template that set variables or print view columns.
 
-    A view of another dataset, ``h100x2.strategies``, is called ``h100x2_strategies`` here.
+    The name of another dataset's view contains ``_`` instead of ``.``, as in ``h100x2_strategies``.
     """
 
     def __init__(self, path: Path, document: Document, views: Iterable[str], others: Iterable[str]) -> None:
@@ -134,7 +134,7 @@ class Template:
         ]
 
     def texts(self, names: dict[str, Any]) -> dict[int, str]:
-        """Return the text that each line prints, or the error if the line fails, by line number."""
+        """Map each line number to the text that the line prints, or to the error if the line fails."""
         known = dict(names)
         for name, source in self._sets.items():
             with suppress(Exception):  # if this line fails, so does each line that uses the name
@@ -149,9 +149,9 @@ class Template:
 
 
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
-    """Return a view in which each measured column has the values of another, preferably one with the same unit.
+    """Replace each measured column's values with another column's values, if possible with the same unit.
 
-    Each row is also scaled by a different factor, because the other column may be equal or missing.
+    Also scale the rows by different factors, because the other column may be equal or missing.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3
@@ -162,14 +162,14 @@ def rotated(view: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured(view: pd.DataFrame) -> list[str]:
-    """Return the numeric columns, excluding the key, grouped by unit."""
+    """Return the numeric columns that don't belong to the key, sorted by unit."""
     numbers = view.select_dtypes("number").columns.difference(view.attrs["key"])
     return sorted(numbers, key=lambda name: (unit_of(name), name))
 
 
 @pytest.fixture(scope="module")
 def frames(campaign) -> dict[str, pd.DataFrame]:
-    """Return the views that templates use; a view of another dataset has a name such as h100x2_strategies."""
+    """Return the views that templates use; views of other datasets have names such as h100x2_strategies."""
     found = dict(campaign.views._made)
     for dataset, tables in campaign.others.items():
         views, studies = Views(tables), {name.partition(".")[0] for name in tables}
@@ -212,7 +212,7 @@ def test_sentences_change_when_their_columns_are_swapped(frames, templates):
 
 
 def test_views_and_facts_have_unique_names():
-    """A template looks up views and facts by name alone."""
+    """Templates look up views and facts only by name."""
     names = [*facts.FACTS, *Document(FOLDER, {}, {})._environment.globals, "code"]
     for module in MODULES:
         inside = importlib.import_module(f"stepscope.views.{module}")

@@ -1,4 +1,4 @@
-"""Test loading any program's capture: steps, phases, work, step times and errors."""
+"""Test loading captures of any program: steps, phases, operations, step times and errors."""
 
 import gzip
 import json
@@ -53,9 +53,9 @@ def profile_text(path: Path, **options: object) -> str:
 
 
 def training_step(number: int, at: float) -> list[dict]:
-    """Return a step's events: forward and optimizer on the main thread, backward on the autograd thread.
+    """Return a step whose forward and optimizer run on the main thread and whose backward runs on autograd's.
 
-    Compute hides half of the communication.
+    Computation hides half of the communication.
     """
     matmul = operator("aten::mm", "c10::BFloat16", [64, 32], [32, 16], ts=at + 1)
     return [
@@ -72,7 +72,7 @@ def training_step(number: int, at: float) -> list[dict]:
 
 @pytest.fixture(params=["trace.json", "trace.json.gz"])
 def training(request, tmp_path):
-    """Write a trace of two steps, preceded by a kernel whose launch isn't in the capture."""
+    """Write a trace of a kernel whose launch isn't in the capture, followed by two steps."""
     events = [unlaunched(ADD, 0, 5), *training_step(3, 100), *training_step(4, 200)]
     ranks = {"rank": 1, "world_size": 4}
     return write_trace(tmp_path / request.param, events, **H100, distributedInfo=ranks)
@@ -148,7 +148,7 @@ def test_flops_and_bytes_are_computed_from_operand_shapes(tmp_path, name, shapes
 def test_operations_between_backward_nodes_are_forward_only_when_launched_by_node_creators(
     tmp_path, operators, between
 ):
-    """Pipelines and split backward passes run forward operations between nodes; gradient accumulation doesn't."""
+    """Pipelines and split backward passes run forward operations between backward nodes."""
     nodes = [event("cpu_op", NODE, ts, 10, 2, **{"Sequence number": 1 + (ts > 10)}) for ts in (10, 30)]
     creators = [event("cpu_op", "aten::mm", ts, 2, **{"Sequence number": number}) for ts, number in operators]
     calls = ((1, 1), (12, 2), (22, 1), (25, 1), (27, 1), (32, 2), (50, 1))
@@ -218,7 +218,7 @@ def test_load_capture_uses_repeating_ranges_as_steps_unless_step_is_given(tmp_pa
 
 @pytest.mark.parametrize(("threads", "steps"), [((1, 2), []), ((1,), ["train step"] * 3)])
 def test_range_on_several_threads_does_not_count_as_a_step(tmp_path, threads, steps):
-    """On the threads of the data loader or of autograd, ranges with this name enclose all launches."""
+    """If two threads (such as autograd's and a data loader's) open ranges, the ranges enclose all launches."""
     starts = [(100 * number + 50 * (tid - 1), tid) for number in range(3) for tid in threads]
     ranges = [annotation("train step", start, 40, tid) for start, tid in starts]
     work = [part for call in range(10, 300, 50) for part in launch(ADD, call, 1000 + call, 5)]
@@ -499,7 +499,7 @@ GPU_STREAMS = [(0, 7), (0, 7), (0, 9), (1, 9), (1, 9), (1, 7)]
 
 
 def training_on_two_gpus(seed: int) -> list[dict]:
-    """Return events on two GPUs: four or five steps of different lengths, and work outside the steps.
+    """Return events of two GPUs that run four or five steps of different lengths, and work outside the steps.
 
     Each GPU uses two streams. All times are integer µs, and each GPU's operations start at distinct times.
     """
@@ -533,7 +533,7 @@ def training_on_two_gpus(seed: int) -> list[dict]:
 
 
 def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[dict]]]:
-    """Return each GPU with all of its operations, including operations before the steps, sorted by start time."""
+    """Return each GPU and all operations of the GPU (including those before the steps), sorted by start time."""
     capture = load_capture(write_trace(path, events, **H100))
     early, later = capture.excluded.assign(is_early=True), capture.operations.assign(is_early=False)
     operations = pd.concat([early, later]).sort_values("start_ns")
@@ -548,13 +548,13 @@ def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[di
 
 
 def busy_ticks(rows: list[dict], begin: int, end: int) -> set[int]:
-    """Return the microseconds of the window in which one or more of these operations run."""
+    """Return each microsecond of the window during which at least one of these operations runs."""
     spans = [range(max(row["begin"], begin), min(row["end"], end)) for row in rows]
     return {tick for span in spans for tick in span}
 
 
 def expected_windows(gpu: Device, rows: list[dict]) -> list[tuple[int, int]]:
-    """Return each step's begin and end on the GPU, in µs."""
+    """Return the begin and end of each step on the GPU in µs."""
     host = gpu.capture.ranges.set_index("step")[["start_ns", "end_ns"]] // 1000
     on_stream = [row for row in rows if row["step"] >= 0 and row["stream"] == gpu.stream]
     first = {row["step"]: row["begin"] for row in reversed(on_stream)}
@@ -615,7 +615,11 @@ def test_step_breakdown_matches_counting_microseconds(tmp_path, seed):
 
 
 def gaps_by_counting(gpu: Device, rows: list[dict], begin: int, end: int) -> list[tuple]:
-    """Return each gap's begin and end, whether it comes first, and the next operation's start and launch end."""
+    """Return a tuple for each gap.
+
+    Each tuple contains the gap's begin and end, whether the gap starts the window, and when the next operation
+    starts and its launch returns.
+    """
     idle = set(range(begin, end)) - busy_ticks(rows, begin, end)
     gaps = []
     for start in sorted(tick for tick in idle if tick - 1 not in idle):

@@ -41,7 +41,7 @@ TWO_GPUS = Path(__file__).parent / "data" / "nccl_payloads.sqlite.gz"
 
 
 def steps(count: int = 3, name: str = "ProfilerStep#{}", empty: tuple[int, ...] = ()) -> list[dict]:
-    """Return 1 ms steps, each with 20 kernels in its first 610 µs; steps in ``empty`` run no kernels."""
+    """Return 1 ms steps that run 20 kernels in the first 610 µs; steps in ``empty`` run no kernels."""
     events = []
     for number in range(count):
         events.append(annotation(name.format(number), 1000 * number, 999))
@@ -64,7 +64,7 @@ def layered(inner: str, outer: str = "") -> list[dict]:
 
 
 def warmed_up(measured: int = 10) -> list[dict]:
-    """Return three 900 µs warm-up steps, followed by measured 310 µs forward passes."""
+    """Return three warm-up steps with kernels for 900 µs each, followed by ``measured`` 310 µs forward passes."""
     events = []
     for number in range(3):
         at = 1000 * number
@@ -76,7 +76,7 @@ def warmed_up(measured: int = 10) -> list[dict]:
 
 
 def slow_host(kind: str = "", name: str = "", shift: float = 0) -> list[dict]:
-    """Return four 60 ms steps: the host launches nothing for 50 ms, and then 100 kernels of 95 µs each."""
+    """Return four 60 ms steps in which the host launches nothing for 50 ms, and then 100 kernels of 95 µs each."""
     events = []
     for number in range(4):
         at = shift + 60_000 * number
@@ -96,7 +96,7 @@ def waiting_for_an_event() -> list[dict]:
 
 
 def one_known_launch() -> list[dict]:
-    """Return 101 kernels separated by gaps; the capture contains only the first kernel's launch."""
+    """Return 101 kernels separated by gaps; only the launch of the first kernel is included."""
     return [*launch(GEMM, 0, 7, 50), *(unlaunched(ADD, 200 * number, 50) for number in range(1, 101))]
 
 
@@ -119,7 +119,7 @@ def graph_without_kernels() -> list[dict]:
 
 
 def late_rank() -> list[dict]:
-    """Return five collectives, the first of which waits 17 s for a different GPU."""
+    """Return five collectives; the first collective waits 17 s for a different GPU."""
     events = launch(ALL_REDUCE, 0, 10, 17_000_000)
     for number in range(4):
         at = 17_000_100 + 10_100 * number
@@ -128,7 +128,7 @@ def late_rank() -> list[dict]:
 
 
 def decode_steps() -> list[dict]:
-    """Return 32 steps that replay a graph; the profiler recorded only two steps' operations."""
+    """Return 32 steps that replay a graph, and the operations of only two of the steps."""
     events = []
     for number in range(32):
         at, correlation = 55_000 * number, next(ids)
@@ -281,7 +281,7 @@ def test_gpu_ranges_define_steps_when_the_host_has_no_ranges(tmp_path, has_launc
 
 @pytest.mark.parametrize(("size", "has_steps"), [(60, True), (15, False)])
 def test_large_graph_replays_are_steps_when_there_are_no_ranges(tmp_path, size, has_steps):
-    """A small graph doesn't count as a step, because a graph of 15 kernels may be a single layer."""
+    """A graph of 15 kernels doesn't count as a step, because so few kernels may be a single layer."""
     events = []
     for at in range(0, 40_000, 10_000):
         correlation = next(ids)
@@ -330,14 +330,14 @@ def test_time_span_includes_only_complete_steps(tmp_path):
 
 @pytest.mark.parametrize(("launches", "cause"), [(0, "unnamed"), (15, "launch")])
 def test_host_launching_for_a_different_gpu_does_not_count_as_silent(tmp_path, launches, cause):
-    """Between two operations of GPU 0, the thread launches for GPU 1."""
+    """Between two operations on GPU 0, the thread launches kernels on GPU 1."""
     own = [*launch(GEMM, 0, 5, 10), *launch(GEMM, 1000, 1005, 10), *launch(ADD, 1010, 1016, 3000)]
     gpu = first_gpu(tmp_path, [*own, *kernels(50, launches, apart=60, gpu=1)])
     assert explain_gaps(gpu)["cause"].iloc[0] == cause
 
 
 def merged_ranks() -> list[dict]:
-    """Return two ranks' traces in one file, with repeated correlation ids and step names."""
+    """Return the events of two ranks; the ranks use the same correlation ids and step names."""
     first = slow_host("user_annotation", "load")
     second = [each | {"name": "save"} if each["name"] == "load" else each for each in first]
     events = []
@@ -438,7 +438,7 @@ def changed_payloads(folder: Path, statement: str, *values: str):
 
 
 def test_minimum_transfer_time_is_unknown_when_one_gpu_is_captured(tmp_path):
-    """The minimum depends on the number of ranks in the collective, which such a capture doesn't contain."""
+    """The minimum depends on how many ranks the collective has, and the capture doesn't contain this number."""
     capture = changed_payloads(tmp_path, "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE deviceId = 1")
     (gpu,) = devices(capture)
     parts = exposed_communication(gpu)

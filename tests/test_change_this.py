@@ -1,6 +1,6 @@
-"""Test that the changes that notebooks suggest to readers have the promised effects on a CPU.
+"""Test that the changes suggested in notebooks have the promised effects on a CPU.
 
-test_benchmark.py, test_mixed_precision.py and test_nsys.py test some of the changes, and this file tests the rest.
+Test here only the changes that test_benchmark.py, test_mixed_precision.py and test_nsys.py don't test.
 """
 
 import json
@@ -61,7 +61,7 @@ NAMES = {
 
 
 def hints(notebook: str) -> str:
-    """Return the changes that a notebook suggests, without the questions that follow them."""
+    """Return the changes that a notebook suggests, omitting the questions that follow the changes."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     found = [
@@ -78,7 +78,7 @@ def test_every_suggested_change_is_tested(notebook):
 
 @pytest.mark.parametrize(("notebook", "fields"), [("benchmark", QUICK), ("mixed_precision", MIXED)])
 def test_figures_are_shown_once(notebook, fields):
-    """An open figure would be shown again, empty, below its cell."""
+    """If a figure stayed open, Jupyter would show the figure again, without content, below the cell."""
     plt.close("all")  # figures that other tests left open
     run_cells(notebook, **fields)
     assert plt.get_fignums() == []
@@ -152,7 +152,7 @@ def test_doubled_wall_times_are_saved(tmp_path):
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
 def test_changed_feed_forward_is_measured_without_the_flops_formula(tmp_path, capsys):
-    """The test applies the example in docs/notebooks.md."""
+    """Apply the example in docs/notebooks.md."""
     text = (PROJECT / "docs" / "notebooks.md").read_text()
     (block,) = re.findall(r"```python\n( +for block in model.blocks:.*?)```", text, re.S)
     build = "    model = TransformerLM(config)\n"
@@ -178,7 +178,7 @@ def flops_per_operation(**fields):
 
 @pytest.mark.slow
 def test_larger_model_runs_more_flops_per_operation():
-    """The test compares FLOPs per operation rather than shares of time, because times depend on the machine."""
+    """Compare FLOPs per operation rather than shares of time, because times depend on the machine."""
     assert flops_per_operation(size="tiny", context_length=128) > flops_per_operation(context_length=64)
 
 
@@ -197,7 +197,7 @@ def test_loss_without_autocast_runs_fewer_operations(tmp_path):
 
 
 def test_custom_transform_affects_its_row_and_later_rows(tmp_path):
-    """The test uses the code that the notebook suggests."""
+    """Use the code that the notebook suggests."""
     (block,) = re.findall(r"```python\n(.*?)```", hints("ladder"), re.S)
     transform = textwrap.dedent(block)
     assert 2 <= len(transform.strip().splitlines()) <= 5
@@ -239,7 +239,7 @@ def test_wait_after_forward_leaves_operations_unchanged(tmp_path):
 
 
 def test_answer_of_the_nsys_notebook_follows_from_the_measured_phases():
-    """In these made-up times, the loss lowers the share of the matmuls more than AdamW does."""
+    """In the made-up times, the loss reduces the matmuls' share of the time more than AdamW does."""
     rows = [
         ("forward", "forward", "matrix multiply", 50),
         ("forward", "forward", "other", 50),

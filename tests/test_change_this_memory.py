@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("threads_of_torch")
 
 
 def hints(notebook: str) -> list[dict]:
-    """Return the parameters that each hint of a notebook sets."""
+    """Return the parameters that each hint in a notebook sets, as one dictionary per hint."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     (text,) = ("".join(cell["source"]) for cell in cells if "## Change this" in "".join(cell["source"]))
     lines = [line for line in text.splitlines() if line.startswith("* ")]
@@ -37,7 +37,7 @@ def hints(notebook: str) -> list[dict]:
 
 
 def memory(**fields):
-    """Return the MiB that a block saves per region, and the step's predicted peaks on a CPU and on a GPU."""
+    """Return the MiB that each region of a block saves, and the step's predicted peaks on a CPU and a GPU."""
     names = run_cells("memory", "is_copy = ", device="cpu", **fields)
     rows = names["tables"]["allocations"].query("what == 'saved by a block'")
     on_gpu = accounting.peak(names["config"].model_copy(update={"device": "cuda"}), "step")

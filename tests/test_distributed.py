@@ -32,12 +32,12 @@ TINY = {
 
 
 def flat(model, batch):
-    """Never average the gradients; the numerics check must detect this fault."""
+    """Omit the averaging of gradients; the numerics check must detect this fault."""
     return Distributed(training_step(model, adamw(model), batch), list)
 
 
 def overlapped(model, batch):
-    """Make rank 1 exit without an error message."""
+    """Make rank 1 exit without an error message, to test how the notebook reports a lost rank."""
     import os  # imported here, because the ranks receive only the source of this function
 
     if dist.get_rank() == 1:  # noqa: F821 defined by the script
@@ -46,7 +46,7 @@ def overlapped(model, batch):
 
 
 def slept(step, seconds):
-    """Return a step that first sleeps; ``zero1`` below calls this helper."""
+    """Return a step that sleeps before it runs; ``zero1`` below calls this function."""
     import time
 
     def late_step():
@@ -84,7 +84,7 @@ FIELDS = TINY | {
 
 @pytest.fixture(scope="module")
 def results():
-    """Execute the notebook's cells with two ranks and the functions above; return what it measured."""
+    """Execute the notebook's cells on two ranks with the functions above; return the notebook's results."""
     measure = partial(measure_strategies, flat=flat, overlapped=overlapped, slept=slept, zero1=zero1)
     return run_cells("distributed", replaced={"measure_strategies": measure}, **FIELDS)["results"]
 
@@ -179,7 +179,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path):
 
 
 def test_script_trains_on_two_ranks():
-    """Set torchrun's variables here, because torchrun itself takes seconds to start; the fixture above uses it."""
+    """Set torchrun's environment variables without starting torchrun, because torchrun takes seconds to start."""
     command = [sys.executable, "docs/distributed_step.py", "--strategy=ddp", "--steps=2"]
     shape = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 100, "context": 16}
     command += [f"--{name}={value}" for name, value in shape.items()]

@@ -1,4 +1,4 @@
-"""Test the step on two GPUs: an artificial delay on one GPU, and CUDA graphs that communicate.
+"""Test the step on two GPUs, with an artificial delay on one GPU and with CUDA graphs that communicate.
 
 python -m pytest tests/test_distributed_gpu.py
 """
@@ -15,7 +15,7 @@ SMALL = {"size": "small", "context_length": 512, "batch_size": 4, "device": "cud
 
 
 def averaged(model, batch, cycles):
-    """Average the gradients after a busy-wait on the GPU, all in one CUDA graph, to exclude delays of the host."""
+    """Wait on the GPU, then average the gradients; run both in one CUDA graph, to exclude delays of the host."""
 
     def average_gradients():
         if cycles:

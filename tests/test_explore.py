@@ -1,4 +1,4 @@
-"""Test the explore and profile notebooks: the rows that they select, compare, sum and count."""
+"""Test which rows the explore and profile notebooks select, compare, sum and count."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from stepscope.traces.kernel_names import short_name
 
 @pytest.fixture
 def no_tables(monkeypatch):
-    """Replace the loading of runs, so that no tables are loaded."""
+    """Replace the function that loads runs with one that loads no tables."""
     monkeypatch.setattr("stepscope.report.load.load", lambda runs, quiet: {})
 
 
@@ -45,9 +45,10 @@ def test_explore_measures_both_configurations(no_tables):
 
 
 def test_explore_compares_reference_fp32_baselines_by_context_length(monkeypatch):
-    """AdamW's share falls monotonically for one size; two others keep the GPU busier at their longest context.
+    """AdamW's share decreases with context length only for ``small``.
 
-    ``large`` was measured at only one context length, so it isn't compared.
+    ``medium`` and ``xl`` keep the GPU busier at their longest context length than at their shortest.
+    The table contains only one context length of ``large``, so ``large`` isn't compared.
     """
     plain = {
         "precision": "fp32",
@@ -118,7 +119,7 @@ def test_explore_compares_reference_fp32_baselines_by_context_length(monkeypatch
 
 
 def explored(runs):
-    """Run the notebook on a runs folder; return its displayed outputs and its variables."""
+    """Run the notebook with a runs folder; return the notebook's displayed outputs and variables."""
     shown = []
     replaced = {"display": shown.append, "brief": lambda frame: frame}
     return shown, run_cells("explore", until="compared =", replaced=replaced, device="cpu", runs=str(runs))

@@ -1,4 +1,4 @@
-"""Test docs/fast_step.py, parts of which the report quotes."""
+"""Test the script docs/fast_step.py; the report quotes parts of this script."""
 
 import copy
 import importlib.util
@@ -46,7 +46,7 @@ def script():
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def device(request, monkeypatch):
-    """Return the step's device. Compilation is disabled on a CPU, and algorithms are deterministic on a GPU."""
+    """Yield the step's device; disable compilation on a CPU, and use deterministic algorithms on a GPU."""
     if request.param == "cpu":
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
         monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
@@ -65,7 +65,7 @@ def tokens_of(seed):
 
 @pytest.fixture
 def make(script, device):
-    """Return a function that makes a model, its learning rate, a step on a batch, and an optimizer."""
+    """Return a function that makes a model, a learning rate, a step on a fixed batch, and an optimizer."""
 
     def made(seed=0, clip=None, weights=None):
         torch.manual_seed(seed)
@@ -132,8 +132,10 @@ def test_step_compiles_blocks_and_logits(script, monkeypatch):
 
 
 def test_first_step_matches_an_eager_bf16_step(make, device):
-    """On a GPU, kernels round in a different order. AdamW's first step moves each weight by the learning rate,
-    against the sign of the gradient, so a weight with a gradient near zero may move in the opposite direction.
+    """Tolerate weights that move in the opposite direction if their gradient is near zero.
+
+    On a GPU, the two steps round differently, and the first AdamW step moves each weight by the learning rate,
+    against the sign of the gradient.
     """
     model, _, step, _ = make()
     eager = copy.deepcopy(model)
@@ -171,7 +173,7 @@ def test_script_prints_mean_step_time_excluding_the_first_step(script, monkeypat
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "masters"])
 def test_step_reduces_the_loss(make, monkeypatch, ours):
-    """The step uses either torch's AdamW or the optimizer that the report suggests instead."""
+    """Train with torch's AdamW, or with the optimizer that the report suggests instead of AdamW."""
     if ours:
         quoted = re.search(
             r"```python\n(from stepscope.*?)```", CHAPTER.read_text(encoding="utf-8"), re.DOTALL
@@ -257,7 +259,7 @@ def test_step_copies_its_batch_and_rejects_different_shapes(make, device):
 
 
 class Images(torch.nn.Module):
-    """The smallest model that the step accepts, with batch statistics and dropout."""
+    """A minimal model that the step accepts; the model uses batch statistics and dropout."""
 
     def __init__(self):
         super().__init__()

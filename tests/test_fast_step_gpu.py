@@ -1,4 +1,4 @@
-"""Test MasterAdamW's kernels, and its steps in CUDA graphs captured by docs/master_adamw.py, on a GPU.
+"""Test MasterAdamW on a GPU: the kernels, and steps that docs/master_adamw.py captures as CUDA graphs.
 
 The tests don't check any times.
 """
@@ -41,7 +41,7 @@ def assert_same_state(optimizer, expected):
 
 
 def step_on_both_devices(pair, missing=lambda number: ()):
-    """Run optimizer steps on a GPU and on a CPU with the same random gradients, some of them missing."""
+    """Run equal optimizer steps on a GPU and a CPU with random gradients, except the ``missing`` gradients."""
     generator = torch.Generator().manual_seed(1)
     for number in range(STEPS):
         for index, (on_gpu, on_cpu) in enumerate(zip(*(optimizer.parameters for optimizer in pair))):
@@ -71,7 +71,7 @@ def test_kernel_matches_numpy_formula_bit_for_bit(moments):
 @pytest.mark.skipif(torch.cuda.is_available() and not fp8.has_fp8("cuda"), reason="needs FP8")
 @MOMENTS
 def test_fp8_kernel_matches_the_formula(moments):
-    """The model contains non-FP8 parameters, and matrices of several tiles with sides that aren't powers of 2."""
+    """The model has non-FP8 parameters and matrices of several tiles; the sides aren't powers of 2."""
     models, pair = [], []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_assigned_learning_rate_applies_to_replays_and_is_rejected_during_captur
 
 
 def stepping(moments, rate=RATE):
-    """Return an optimizer with two groups, its step with clipping, and a function that draws the next gradients.
+    """Return an optimizer with two groups, a step that clips gradients, and a function that draws new gradients.
 
     No other kernel affects the gradients, so differences can come only from the optimizer.
     """
@@ -184,7 +184,7 @@ def stepping(moments, rate=RATE):
 
 
 def scheduled(optimizer, feed, *launches):
-    """Run steps with a schedule, alternating between these step functions; return the unclipped gradient norms."""
+    """Run scheduled steps, alternating between the step functions; return the gradient norms before clipping."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 2 / STEPS)
     norms = []
     for number in range(STEPS):  # norms stay tensors, because reading a number would synchronize

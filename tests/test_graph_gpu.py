@@ -1,4 +1,4 @@
-"""Test CUDA graphs on a GPU:
+"""Test CUDA graphs on a GPU.
 
 python -m pytest tests/test_graph_gpu.py
 """
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_compiling_works_after_a_failed_capture():
-    """After a failed capture, PyTorch leaves the random generator in capture mode, which we must undo."""
+    """PyTorch leaves the random generator in capture mode after a failed capture, so we reset the generator."""
     numbers = torch.ones(64, 64, device="cuda")
 
     def synchronizes():

@@ -102,7 +102,7 @@ def test_errors_print_hostile_folder_names_on_one_line(store):
 
 
 def test_record_texts_are_not_escaped_when_read(store, tiny):
-    """Texts stay as they are when read, because they are escaped when printed."""
+    """Texts aren't escaped when a record is read, because reports escape texts when printing."""
     put(store, tiny(), cause=TAG, status="failed", results={"finding": TAG, "beyond int64": 2**70})
     record = store.find(tiny())
     assert record.cause == TAG and record.results == {"finding": TAG, "beyond int64": float(2**70)}
@@ -228,7 +228,7 @@ def test_runs_that_do_not_fit_are_skipped_only_when_requested(write_sweep, skips
     ],
 )
 def test_run_is_skipped_only_when_its_smallest_measurement_does_not_fit(study, fields, smallest):
-    """A benchmark with a full step too large for memory still times its forward pass."""
+    """A benchmark whose full step needs too much memory still times the forward pass."""
     mode, precision = smallest
     fixed = {"size": "2.7B", "context_length": 512} | fields
     block = {"study": study, "fixed": fixed, "skip_too_large": True}
@@ -291,7 +291,7 @@ def test_built_in_sweeps_load_on_every_device(name, device):
 
 @pytest.mark.parametrize("name", ["reference", "tour"])
 def test_built_in_ladders_do_not_repeat_measurements(name):
-    """If a later run repeats one of a run's measurements, a report drops the entire earlier run."""
+    """If a later run repeats a measurement of an earlier run, a report omits the entire earlier run."""
     ladders = [
         config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"
     ]

@@ -25,7 +25,7 @@ def sweep(write_sweep):
 
 
 def records(store):
-    """Return each record's bytes by seed; check that every record is complete."""
+    """Check that every record is complete; return the bytes of each record by seed."""
     found, errors = store.records(check_files=True)
     assert not errors
     return {
@@ -35,20 +35,20 @@ def records(store):
 
 
 def begun(faults, what="seed"):
-    """Return the seeds of the runs that have started, or the process ids of their kernels."""
+    """Return the seeds of the runs that have started, or the process ids of their kernels if ``what`` is "pid"."""
     path = faults / "began"
     lines = path.read_text().splitlines() if path.exists() else []
     return [int(line.split()[what == "pid"]) for line in lines]
 
 
 def send(started, number, group):
-    """Send a signal to the sweep's process, or to its process group, as a terminal or a service manager does."""
+    """Send a signal to the sweep's process; if ``group``, to its process group, as a terminal does."""
     with suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(started.process.pid, number)
 
 
 def quiet(started):
-    """Return whether the output contains no errors, warnings or retries, and the output itself."""
+    """Return two values: whether the output is free of errors, warnings and retries, and the output."""
     output = started.output_file.read_text()
     return not re.search("Traceback|Error|Warning|running it again", output), output
 
@@ -145,7 +145,7 @@ def test_second_signal_ends_sweep_immediately(program, sweep, store, faults):
 
 
 def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
-    """If sweep, worker and run are killed together, only an environment variable identifies the run's children."""
+    """If the sweep, worker and run are all killed, only an environment variable identifies the run's children."""
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
@@ -164,7 +164,7 @@ def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
 
 
 def _victims(started):
-    """Return the running processes by kind: the sweep, its workers, runs and kernels."""
+    """Return the running processes by kind: sweep, worker, run and kernel."""
     found = {"sweep": [psutil.Process(started.process.pid)], "worker": [], "run": [], "kernel": []}
     for process in started.processes():
         with suppress(psutil.Error):

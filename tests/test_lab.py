@@ -1,4 +1,4 @@
-"""Test each notebook with its defaults on a CPU, in JupyterLab in a real browser (slow)."""
+"""Test in a real browser that JupyterLab runs each notebook with default parameters on a CPU (slow)."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(project, tmp_path_factory):
-    """Start JupyterLab like `make lab`, with an empty home folder; yield its address."""
+    """Start JupyterLab as ``make lab`` does, but with an empty home folder; yield the server's address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -131,7 +131,7 @@ def test_notebook_runs_in_jupyterlab(project, lab, name):
 
 
 def wait_for_kernel(lab: str, name: str) -> None:
-    """Wait for the notebook's kernel; without one, JupyterLab would ask the user to select a kernel."""
+    """Wait for the notebook's kernel, because JupyterLab would otherwise ask the user to select a kernel."""
     deadline = time.monotonic() + 60
     while True:
         with urllib.request.urlopen(f"{lab}/api/sessions?token={TOKEN}") as answer:
@@ -143,7 +143,7 @@ def wait_for_kernel(lab: str, name: str) -> None:
 
 
 def photograph(page, name: str) -> None:
-    """Save a screenshot that shows the entire notebook, but not the rest of the page."""
+    """Save a screenshot of the entire notebook, excluding the rest of the page."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     height = page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
     page.set_viewport_size({"width": 1440, "height": min(16_000, int(height) + 200)})

@@ -1,4 +1,4 @@
-"""Test the ladder: optimizer, loss and FP8 against formulas, transforms against fp32, loop, bounds, notebook."""
+"""Test the ladder: the optimizer, loss, FP8, transforms, measurement loop, bounds and notebook."""
 
 import dataclasses
 import math
@@ -63,7 +63,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def notebook():
-    """Return the names defined by the notebook's cells above the measuring cell."""
+    """Return the names that the notebook's cells above the measuring cell define."""
     return SimpleNamespace(**run_cells("ladder", until="ladder.measure()", **SHAPE))
 
 
@@ -112,7 +112,7 @@ def test_optimizer_moves_the_bytes_assumed_by_the_bounds():
 
 @pytest.mark.parametrize("value", [1.0, -2.0, 1.001, -0.3333, 1e-12, 7.77e5, 2 - 2**-20])
 def test_stochastic_rounding_is_unbiased_and_rounds_to_neighbors(value):
-    """Each of the 2^16 random numbers is used once."""
+    """Round a value once with each of the 2^16 possible random numbers."""
     x = torch.full((2**16,), value)
     rounded = stochastic_round(x, torch.arange(2**16)).double()
     number = x[0].item()
@@ -194,7 +194,7 @@ def relative_error(x, exact):
 
 
 def test_fp8_error_matches_rounding_to_4_significant_bits():
-    """Rounding both factors to 4 significant bits gives a similar error; 3 bits (as in e5m2) give a larger one."""
+    """Rounding both factors to 4 significant bits gives a similar error, and 3 bits give a larger error."""
 
     def rounded(x, bits):
         fraction, exponent = torch.frexp(x)
@@ -256,7 +256,7 @@ def test_quantize_rows_scales_each_row_by_its_largest_magnitude():
 
 
 def test_fp8_matmuls_use_fast_accumulation_only_in_forward(monkeypatch):
-    """The scales also have the shapes that the GPU kernel requires."""
+    """Also check that the scales have the shapes that the GPU kernel requires."""
     calls = []
 
     def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -309,7 +309,7 @@ def has_weights(subject):
 
 
 def state_of(subject):
-    """Return everything that a transform may change: fields, parameter dtypes and module types."""
+    """Return all state that a transform may change: fields, parameter dtypes and module types."""
     fields = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
     dtypes = {name: parameter.dtype for name, parameter in subject.model.named_parameters()}
     return fields | {"dtypes": dtypes, "modules": [type(module) for module in subject.model.modules()]}
@@ -381,13 +381,13 @@ def steps_of(ladder):
 
 
 def ladder_of(config, build, *transforms, **fields):
-    """Return a ladder of transforms named after optimizations."""
+    """Return a ladder of transforms; each transform has the name of an optimization."""
     names = ["fp32", *[transform.__name__ for transform in transforms]]
     return Ladder(config(optimizations=names, **fields), build, transforms)
 
 
 def named(name, change):
-    """Return a change as a transform named after an optimization."""
+    """Return a transform that makes a change and has the name of an optimization."""
 
     def transform(subject):
         return change(subject)
@@ -543,7 +543,7 @@ def test_filling_batch_is_the_largest_predicted_to_fit_in_memory(config):
 
 
 def test_gradient_error_weights_sampled_gradients_by_parameter_size(monkeypatch):
-    """Only ten of the large gradient's 100 elements are sampled."""
+    """Sample only ten of the 100 elements of the large gradient."""
     monkeypatch.setattr(numerics, "MAX_SAMPLED", 10)
     gradients = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
     subject: Any = SimpleNamespace(
@@ -555,7 +555,9 @@ def test_gradient_error_weights_sampled_gradients_by_parameter_size(monkeypatch)
     assert errors == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
 
 
-def test_gradients_after_training_are_compared_when_fp8_is_measured(config, notebook, uncompiled, monkeypatch):
+def test_gradients_after_training_are_compared_when_fp8_is_measured(
+    config, notebook, uncompiled, monkeypatch
+):
     monkeypatch.setattr("stepscope.optimizations.fp8.has_fp8", lambda device: True)
     monkeypatch.setitem(notebook.fp8.__globals__, "has_fp8", lambda device: True)
     monkeypatch.setattr("stepscope.studies.ladder.loop.TRAINED_STEPS", 3)
@@ -628,7 +630,7 @@ def test_measuring_steps_keeps_the_weights_and_restores_the_learning_rate(config
 
 
 def recorded(subject):
-    """Return a function that replaces a CUDA graph: it isn't the eager step itself, but has the same effect."""
+    """Return a function that replaces a CUDA graph; the function runs the eager step but isn't the same object."""
     return lambda: subject.eager_step()
 
 
@@ -660,7 +662,7 @@ def test_cuda_graph_fails_when_the_learning_rate_is_a_number(config):
 
 @pytest.fixture
 def on_gpu(config, monkeypatch):
-    """Return a ladder that assumes a GPU, with its subject, its step time, and the step counts it requests."""
+    """Return a ladder that assumes a GPU, a subject, an adjustable step time, and the requested step counts."""
     ladder, numbers = ladder_of(config, other_model, timed_steps=5), []
     ladder.on_gpu = True
     walls = {"ms": 100.0}
@@ -769,7 +771,7 @@ def test_llama_matches_the_parameter_count_and_trains(notebook):
 
 
 def test_llama_stays_causal_without_its_mask(notebook, monkeypatch):
-    """Compiled SDPA receives ``is_causal`` instead of a mask; loss and gradients hardly change."""
+    """Without the mask, compiled SDPA gets ``is_causal``, and the loss and gradients hardly change."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     calls, results = [], []
 

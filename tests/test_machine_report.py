@@ -62,7 +62,7 @@ def of_h200(study: str, pattern: str = "*") -> list[Path]:
 
 
 def composed(runs: Path) -> tuple[Report, str]:
-    """Return a folder's report and its text; fail if any part is omitted."""
+    """Return a folder's report and the report's text; fail if the report omits any part."""
     found = read(Store(runs))
     report = machine.compose(found, runs, runs / "out")
     assert report.notes == found.notes
@@ -70,7 +70,7 @@ def composed(runs: Path) -> tuple[Report, str]:
 
 
 def tables_of(text: str, heading: str) -> list[pd.DataFrame]:
-    """Return the text of the tables below a heading."""
+    """Return the tables below a heading, with cells as text."""
     [part] = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, flags=re.M | re.S)
     found = []
     for block in re.findall(r"(?:^\|.*\n)+", part, flags=re.M):
@@ -99,7 +99,7 @@ FOLDERS = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Return a function that makes a folder's report once and caches it."""
+    """Return a function that makes and caches a folder's report."""
     made = {}
 
     def of(name: str) -> tuple[Report, str]:
@@ -252,7 +252,7 @@ def test_second_report_removes_the_figures_of_the_first_report(reports, tmp_path
 
 @pytest.mark.parametrize("study", SECTIONS)
 def test_single_study_paragraphs_do_not_refer_to_omitted_text(tmp_path, study):
-    """A sentence such as "On the H200 it is 2.0%" requires the sentence before it, which a CPU report omits."""
+    """A CPU report may omit the sentence that a sentence such as "On the H200 it is 2.0%" refers to."""
     runs = [path.parent for path in (CPU / study).glob("*/record.json")]
     _, text = composed(copy_runs(tmp_path / "runs", *runs))
     for paragraph in re.split(r"\n{2,}", text):

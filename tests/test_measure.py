@@ -1,4 +1,4 @@
-"""Test the measure package as notebooks use it: failing cases, profiles, time tables and memory."""
+"""Test the measure package as notebooks use the package: failing cases, profiles, time tables and memory."""
 
 import gc
 import warnings
@@ -242,7 +242,7 @@ def test_reset_peak_memory_frees_cached_memory_first(monkeypatch):
 
 
 def test_pass_memory_includes_new_and_previously_held_bytes(monkeypatch):
-    """Each tensor takes 512 bytes. Two exponentials remain after forward, and one of them is the output."""
+    """Each tensor takes 512 bytes. Two exponentials remain after forward; the second exponential is the output."""
     x, gradient = torch.ones(128, requires_grad=True), torch.ones(128)
     x.grad = torch.ones(128)
     with stand_in(monkeypatch):

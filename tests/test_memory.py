@@ -1,4 +1,4 @@
-"""Test the memory study: recorded allocations, tensors saved by a block, checkpoints, snapshots and tables."""
+"""Test the memory study: recorded allocations, a block's saved tensors, checkpoints, snapshots and tables."""
 
 import copy
 import functools
@@ -48,7 +48,7 @@ def config_of(shape, **fields):
 
 
 def cells_of(config, until, wrapped=None):
-    """Run the configuration's notebook up to the cell that contains ``until``; return the names it defines."""
+    """Run the configuration's notebook up to the cell that contains ``until``; return the notebook's variables."""
     fields = parameters_of(config)
     for name in OTHER_FIELDS[config.notebook]:
         fields.pop(name, None)
@@ -57,7 +57,7 @@ def cells_of(config, until, wrapped=None):
 
 
 def recorded(config, until="is_copy = ", wrapped=None):
-    """Run the notebook's cells on a CPU, simulating a GPU's allocator; return the names that they define."""
+    """Run the notebook's cells on a CPU with a simulated GPU allocator; return the notebook's variables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_history, "keeps_history", lambda device: True)
         with stand_in(patch):
@@ -73,7 +73,7 @@ def recorded_steps():
 
 
 def checkpoint_table(config, **wrapped):
-    """Return the table of the checkpointing notebook, with wrappers around some of its functions."""
+    """Wrap the given functions of the checkpointing notebook, and run the notebook; return its table."""
     return cells_of(config, "names = ", wrapped)["table"]
 
 
@@ -93,7 +93,7 @@ AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V
 
 
 def bytes_after_loss(config):
-    """Return the number of bytes that the formulas predict just before backward, by kind."""
+    """Return the bytes of each kind that, according to the formulas, are allocated just before backward."""
     formulas = accounting.formulas_of(config)
     at_rest = accounting.at_rest(config, "forward_backward")
     texts = (formulas.saved, formulas.weight_cache, formulas.logits, *AFTER_LOSS[config.precision])
@@ -304,7 +304,7 @@ def test_saved_tensors_are_listed_with_source_line_and_region():
 
 @pytest.mark.parametrize("blocks", [1, 5, 8])
 def test_checkpoint_policies_preserve_gradients_and_match_predicted_bytes_and_block_runs(blocks, monkeypatch):
-    """Apart from the predicted bytes, the step of each policy needs the same memory for any number of blocks."""
+    """Beyond the predicted bytes, a policy's step needs the same amount of memory for any number of blocks."""
     beyond = {}
     for number in (4, blocks):
         config = config_of(SHAPES[0] | {"num_layers": number}, nested_blocks=[number])
@@ -369,7 +369,7 @@ def test_checkpoint_table_lists_every_setting_and_names_the_extremes(monkeypatch
 
 @pytest.mark.parametrize(("complete_steps", "runs"), [(0, [4, 0]), (1, [4, 2])])
 def test_oom_checkpoint_policy_keeps_its_row(complete_steps, runs):
-    """The number of block runs is reported if at least one step was completed."""
+    """The row contains the number of block runs if at least one step was completed."""
     steps = count()
 
     def fail(run_blocks):

@@ -1,4 +1,4 @@
-"""Test the mixed-precision study: experiments against exact arithmetic, training, tables and finding."""
+"""Test the mixed-precision study: experiments (compared with exact arithmetic), training, tables and finding."""
 
 import types
 from fractions import Fraction
@@ -50,7 +50,7 @@ def sums(experiments):
 
 
 def rounded(value: Fraction, bits: int) -> Fraction:
-    """Round a positive number to a number of significant bits, with ties to even, like a binary type."""
+    """Round a positive number to ``bits`` significant bits; round ties to even, as binary floating point does."""
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     if value < Fraction(2) ** exponent:
         exponent -= 1
@@ -158,7 +158,7 @@ def test_gradients_match_the_librarys_step(cells):
 
 
 def test_scaled_loss_keeps_fp16_gradients_nonzero(cells):
-    """A reader gets this result on a CPU by adding fp16 to the notebook's list of precisions."""
+    """Readers who add fp16 to the notebook's list of precisions get this result on a CPU."""
     compare, rows = cells["compare_gradients"], []
     names = compare.__globals__ | {"rows": rows}
     types.FunctionType(compare.__code__, names)(cells["build"](cells["config"]), [*cells["low"], "fp16"])
@@ -173,7 +173,7 @@ def test_infinite_result_is_stored_as_nan():
 
 @pytest.fixture(scope="module")
 def train(cells):
-    """Return the notebook's training function, which here trains for only 12 steps."""
+    """Return the notebook's training function with the number of steps reduced to 12."""
     names = cells["train"].__globals__ | {"STEPS": 12}
     return types.FunctionType(cells["train"].__code__, names)
 
@@ -210,7 +210,7 @@ def test_text_batches_come_from_pythons_documentation_for_any_batch_size():
 
 
 def kept(replaced=None, **parameters):
-    """Run the notebook; return its tables and all names that it defines."""
+    """Run the notebook; validate and return the notebook's tables, and return all variables."""
     names = run_cells("mixed_precision", replaced=replaced, **TINY | {"numerics": False} | parameters)
     for name, frame in names["kept"].items():
         tables.SCHEMAS[name].validate(frame)

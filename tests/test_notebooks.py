@@ -79,7 +79,7 @@ def write(folder, *cells, study="benchmark"):
 
 @pytest.fixture
 def run(tmp_path, tiny, monkeypatch):
-    """Return a function that runs these cells like a sweep's worker and returns the run's record and folder."""
+    """Return a function that runs cells as a sweep's worker does and returns the run's record and folder."""
 
     def make(*cells, environment=None, **fields):
         monkeypatch.setenv("STEPSCOPE_NOTEBOOKS", str(write(tmp_path / "own", *cells).parent))
@@ -148,7 +148,7 @@ NAME_IN_BACKTICKS = re.compile(r"@?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\)| ?
 
 
 def names_in_code(source):
-    """Return every name that the code binds, reads, or passes as a keyword."""
+    """Return every name that the code binds, reads or uses as a keyword."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         for field in ("id", "arg", "attr", "name", "asname"):
@@ -160,7 +160,7 @@ def names_in_code(source):
 
 @functools.cache
 def names_in_library():
-    """Return the library's names, its tables' columns, the columns' allowed values, and the model's regions."""
+    """Return the names in the library's code, in its table schemas, and of the model's regions."""
     names = set(re.findall(r'@region\("([\w.]+)"\)', inspect.getsource(transformer)))
     for path in PACKAGE.rglob("*.py"):
         names |= names_in_code(path.read_text())
@@ -184,7 +184,7 @@ def resolves(dotted, imports):
 
 
 def unknown_names(markdown, code):
-    """Return the names that a notebook shows in backticks but that don't exist."""
+    """Return the names in a notebook's backticks that don't exist."""
     imports = {}
     tree = ast.parse(code)
     tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -358,7 +358,7 @@ def test_unknown_parameters_are_rejected_except_in_sweeps():
 
 @pytest.fixture
 def by_hand(tiny, tmp_path):
-    """Yield a function that runs cells in this process, like a user; restore torch's thread count afterwards."""
+    """Yield a function that starts an interactive run in this process; restore torch's thread count afterwards."""
     threads, before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     yield lambda **fields: Run(tiny(**fields), runs=tmp_path / "mine")
     torch.set_num_threads(threads)
@@ -453,7 +453,7 @@ OWN = {
 
 
 def test_study_needs_only_notebook_config_schema_and_sweep_block(tmp_path, monkeypatch, by_hand):
-    """As docs/notebooks.md describes, the study needs no views, figures, evidence page or bundled sweep."""
+    """As docs/notebooks.md states, a study needs no views, figures, evidence page or bundled sweep."""
     from stepscope import studies as package
     from stepscope.report.machine import compose
     from stepscope.runs.sweep_file import find_sweeps, load_sweeps

@@ -1,4 +1,4 @@
-"""Test the nsys study: profiling with nsys or torch.profiler, and attributing operations to model regions."""
+"""Test that the nsys study profiles with nsys or torch.profiler and attributes operations to model regions."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ esac
 def reports_of(export, folder):
     """Write the reports that ``nsys stats`` creates from an export.
 
-    A range's GPU projection covers the operations that the range's own thread launched.
+    The GPU projection of a range covers only operations that the thread of the range launched.
     """
     (operations, ranges), totals = load_trace(export), activity_totals(export)["duration_ns"]
     for name, kinds in {
@@ -99,12 +99,12 @@ SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"
 
 
 def never_run(step, annotation, synchronize):
-    """Replace the notebook's step, which must not run because its profile already exists."""
+    """Stand in for the notebook's step, which must not run, because the fake nsys provides the profile."""
 
 
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory, reports):
-    """Return a function that profiles with a fake nsys; ``replaced`` replaces names in the profiling module."""
+    """Return a function that profiles with a fake nsys; ``replaced`` patches names in the profiling module."""
 
     def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
@@ -135,7 +135,7 @@ def tables(profile):
 
 
 def test_csv_reports_split_by_ranges_match_the_operations(profile):
-    """The reports include backward's operations, although the GPU projection of its range covers none of them."""
+    """The reports include backward operations, although the GPU projection of backward's range is empty."""
     events, operations = profile.events, profile.operations
     assert len(events) == operations["count"].sum() and "nvtx_gpu_proj_trace" in profile.reports
     time_ns = events.groupby("phase")["duration_ns"].sum()
@@ -196,7 +196,7 @@ def test_step_metrics_ignore_one_disturbed_step():
 
 
 def test_timeline_shows_a_step_without_region_ranges(capture):
-    """Naming regions slows down the host, so launches would appear later than in an ordinary step."""
+    """Region ranges slow down the host, so the step with these ranges launches its operations too late."""
     timeline = capture(("forward",) * STEPS).timeline
     loaded = load_trace(EXPORT)[0]
     columns = ["duration_ns", "launch_duration_ns"]
@@ -254,7 +254,7 @@ def test_timeline_includes_a_late_operation_launched_within_the_window():
 
 
 def test_timeline_shows_the_graph_replay_without_the_warmup_step(capture):
-    """A graph's operations share one launch, whereas the warm-up step's operations are launched separately."""
+    """The operations of a graph share a launch, whereas each operation of the warm-up step has its own launch."""
     operations, ranges = load_trace(EXPORT)
     replayed = operations.tail(50).assign(step=-1, region="replay")
     replayed["launch_start_ns"] = [*range(20), *[1_000] * 30]
@@ -309,7 +309,10 @@ def test_cpu_profile_lists_operators_instead_of_kernels(run_here):
 
 
 def test_times_and_operations_match_the_profiled_steps(here):
-    """Each mode profiles four steps: the table lists the first step (with named regions); the rest are timed."""
+    """Compare four profiled steps per mode with the tables.
+
+    The table of operations lists the first step (with named regions); the table of times lists the others.
+    """
     profile = here["profile"]
     ends_ns = profile.trace["start_ns"] + profile.trace["duration_ns"]
     operations = profile.trace.assign(end_ns=ends_ns).astype({"name": str, "phase": str})
@@ -356,7 +359,7 @@ def test_notebook_shares_match_the_operations(here):
 
 
 class Recorder:
-    """A range domain that records each opened range's depth and name."""
+    """A range domain that records the depth and name of each opened range."""
 
     def __init__(self):
         self.opened, self.depth = [], 0
@@ -496,7 +499,7 @@ def test_profiled_process_reports_oom_when_the_model_does_not_fit(monkeypatch, t
 def test_mode_with_impossible_times_is_profiled_up_to_three_times(
     monkeypatch, clock, gpu_ms, impossible, runs
 ):
-    """The first profiled step, which has named regions and takes 90 ms, isn't compared with unprofiled steps."""
+    """The check ignores the first profiled step, which takes 90 ms because its regions are named."""
     modes = ProfiledModes(
         Path("a file"), {"step": {"unprofiled_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4
     )

@@ -1,4 +1,4 @@
-"""Test the reading of CSV reports from several nsys versions, and of invalid reports."""
+"""Test reading CSV reports from several nsys versions and rejecting invalid reports."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Test MasterAdamW as a torch optimizer: groups, schedules, clipping, state dicts, copies and written weights."""
+"""Test that MasterAdamW behaves like a torch optimizer: groups, schedules, clipping, state dicts and copies."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ def groups_of(model):
 
 
 def test_master_adamw_groups_schedules_and_clipping_match_torch():
-    """The test also checks that each learning rate stays in the same tensor, because a CUDA graph reads it."""
+    """Also check that each learning rate stays in the same tensor, because a CUDA graph reads this tensor."""
     ours, theirs = checks.make_parameters(), checks.make_parameters()
     pair = MasterAdamW(groups_of(ours), 1e-3), torch.optim.AdamW(groups_of(theirs), 1e-3)
     schedulers = [lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=20) for optimizer in pair]
@@ -93,7 +93,7 @@ def test_add_param_group_raises():
 
 @pytest.fixture
 def tabled():
-    """Return an optimizer with the GPU kernels' tables and two groups of FP8 matrices and non-FP8 parameters."""
+    """Return an optimizer with the GPU kernels' tables; both parameter groups contain FP8 and other parameters."""
     model = nn.Sequential(
         nn.Linear(128, 64, bias=False),
         nn.Linear(70, 9),
@@ -165,7 +165,7 @@ def restored_fp8(weight):
 
 
 def trained(moments, seed, saved=None, eight_bits=False):
-    """Return an optimizer, a scheduler, and a function that runs clipped steps on data seeded by step number."""
+    """Return an optimizer, a scheduler, and a function that trains with clipping; step numbers seed the data."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=not eight_bits))
     if eight_bits:
@@ -212,7 +212,7 @@ def test_resumed_training_is_bit_identical(moments, eight_bits):
 
 @pytest.mark.parametrize("before", [[], [0], [1], [0, 1]])
 def test_load_state_dict_computes_missing_fp8_scales_from_masters(before):
-    """The weights grow a hundredfold in the test, so they would saturate with the old scales."""
+    """The test multiplies the weights by 100, so the weights would saturate with the old scales."""
     pair = []
     for eight_bits in (before, [0, 1]):
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
@@ -448,7 +448,7 @@ def test_state_dict_contains_externally_written_weights():
 
 
 def test_masters_follow_model_load_state_dict_without_a_step():
-    """This matters for a CUDA graph, because its replays don't call the optimizer's Python code."""
+    """CUDA graphs rely on this update, because replays don't call the optimizer's Python code."""
     model = small()
     optimizer = MasterAdamW(model)
     load_submodule(model, optimizer)
@@ -600,7 +600,7 @@ def test_step_rejects_sparse_gradients():
 
 @MOMENTS
 def test_parameters_without_a_gradient_are_skipped_as_in_torch(moments):
-    """Two parameters take turns, and a third never has a gradient; each parameter counts its own steps."""
+    """Two parameters get gradients alternately, and a third parameter never gets a gradient."""
     pair = [[nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(3)] for _ in range(2)]
     mine, theirs = MasterAdamW(pair[0], 1e-2, moments), torch.optim.AdamW(pair[1], 1e-2)
     generator = torch.Generator().manual_seed(0)

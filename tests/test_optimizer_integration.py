@@ -1,4 +1,4 @@
-"""Test MasterAdamW with Trainer, accelerate, distributed checkpoints, DDP, FSDP and ZeRO."""
+"""Test MasterAdamW with Hugging Face's Trainer and accelerate, distributed checkpoints, DDP, FSDP and ZeRO."""
 
 import os
 import re
@@ -81,7 +81,7 @@ class Sequences(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
 def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch, kind):
-    """In bf16, Llama (whose norms cast back to fp32) and GPT-2 (with biases) train as with torch's AdamW."""
+    """Train Llama (whose norms compute in fp32) and GPT-2 (which has biases), and compare with torch's AdamW."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
@@ -126,7 +126,7 @@ def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monke
 
 @pytest.mark.parametrize("kind", ["model", "parameters"])
 def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
-    """As in torch's documentation, the state dicts of the new objects are filled in place, and then set."""
+    """Load the checkpoint into the state dicts of a new model and optimizer, as in torch's documentation."""
 
     def make(seed, rate):
         torch.manual_seed(seed)
@@ -158,7 +158,7 @@ def refusal(function):
 
 
 def run_rank(rank, folder):
-    """Train under DDP as one of two ranks with different weights; write the results for the tests."""
+    """Train with DDP as one of two ranks that start with different weights; write the results for the tests."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     results = {}

@@ -1,8 +1,8 @@
 """Apply PyTorch's optimizer tests to MasterAdamW.
 
-``torch.testing._internal.common_optimizers`` contains TestOptimRenewed's inputs for each optimizer. The checks
-themselves are methods of TestOptimRenewed, which no package contains, so they are repeated here with the same
-inputs. PyTorch's models multiply fp32 weights; MasterAdamW makes the weights bf16, so the models here cast them.
+``torch.testing._internal.common_optimizers`` contains the inputs of PyTorch's TestOptimRenewed. No package
+contains the class itself, so this file repeats the checks of TestOptimRenewed with the same inputs. PyTorch's
+models multiply fp32 weights, but MasterAdamW makes the weights bf16, so the models in this file cast the weights.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Test the HTML page's markup, and its layout if a browser is installed."""
+"""Test the markup of the HTML page; if a browser is installed, also test the page's layout."""
 
 import html
 import re
@@ -24,7 +24,7 @@ PAPER = (673, 985)  # an A4 page excluding margins, in CSS pixels
 
 
 class Elements(HTMLParser):
-    """A parser that collects a page's elements with their attributes, and tags that are closed incorrectly."""
+    """A parser that collects a page's elements, their attributes, and incorrectly closed tags."""
 
     VOID = ("meta", "img", "hr", "br")
 
@@ -157,7 +157,7 @@ def test_page_has_no_errors_or_accessibility_violations(chromium, report, size, 
 
 @pytest.fixture
 def wide(report, tmp_path):
-    """Write a copy of the report to which a table and a line of code wider than any screen are added."""
+    """Write a copy of the report, and add a table and a line of code that are wider than any screen."""
     cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
     path = tmp_path / "wide.html"
     path.write_text(
@@ -294,7 +294,7 @@ def test_footer_shows_version_gpu_and_citation(campaign, report):
 
 
 def test_injected_scripts_and_styles_are_blocked(chromium, report, tmp_path):
-    """The page's content security policy blocks them."""
+    """The page's content security policy must block the injected script and style."""
     hostile = tmp_path / "hostile.html"
     hostile.write_text(
         report.read_text().replace(

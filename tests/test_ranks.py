@@ -1,4 +1,4 @@
-"""Test how a distributed step's ranks are compared: transfer, waiting, and which rank waits for which."""
+"""Test the comparison of ranks in a distributed step: transfer, waiting, and which rank waits for which."""
 
 import json
 from dataclasses import replace
@@ -29,10 +29,10 @@ def rank_trace(
     first_step: int = 0,
     **group: object,
 ) -> Path:
-    """Write a rank's three steps, each with compute before every all-reduce.
+    """Write a trace of a rank's three steps; in each step, computation precedes every all-reduce.
 
     Args:
-        delays: the delay of each rank's compute in µs; data transfer begins once the last rank has arrived.
+        delays: the delay of each rank's computation in µs; transfers begin once the last rank has arrived.
         shift: the offset in µs that is added to all times.
         group: the collective kernels' arguments, such as their process group.
     """
@@ -169,7 +169,7 @@ def test_only_common_steps_are_compared(tmp_path):
 
 
 def test_communication_within_one_capture_is_divided_into_transfer_and_waiting(tmp_path):
-    """GPU 0 waits 8 ms for GPU 1 in each of two all-reduces per step; each transfer takes 5 ms."""
+    """In each of two all-reduces per step, GPU 0 waits 8 ms for GPU 1, and the transfer takes 5 ms."""
     events = []
     for gpu in range(2):
         trace = json.loads(rank_trace(tmp_path, gpu, (0, 8_000)).read_text())
@@ -186,14 +186,14 @@ def test_communication_within_one_capture_is_divided_into_transfer_and_waiting(t
 
 
 def delay_gpu(operations: pd.DataFrame, late: int, delay_ns: int) -> tuple[pd.DataFrame, int]:
-    """Delay a GPU before its middle collective, as if its host had slept.
+    """Delay a GPU before its middle collective, as if the GPU's host had slept.
 
-    The collective begins its transfer once the last GPU has arrived, so the other GPU waits longer, and both GPUs
-    continue later.
+    The collective begins its transfer once the last GPU has arrived. Therefore, the other GPU waits longer, and
+    both GPUs resume work later.
 
     Returns:
-        The operations, and the time in ns by which the other GPU waits longer: the delay, unless the late GPU used to
-        wait in this collective, too.
+        The operations, and the additional time in ns for which the other GPU waits. If the late GPU already waited
+        in this collective, the additional time is shorter than the delay.
     """
     rows = operations.sort_values("start_ns").copy()
     is_collective = rows["name"].astype(str).str.contains("nccl")

@@ -1,4 +1,4 @@
-"""Test that the commands in README and docs have the promised effects on a machine without a GPU."""
+"""Test that the commands in README and docs do what the text states on a machine without a GPU."""
 
 import os
 import re
@@ -74,7 +74,7 @@ def fences(document: str, language: str) -> list[str]:
 
 
 def commands(document: str) -> list[str]:
-    """Return a document's commands without comments and without the virtual environment's folder."""
+    """Return a document's commands, excluding comments and the folder of the virtual environment."""
     lines = [line for block in fences(document, "sh") for line in block.splitlines()]
     stripped = [re.sub(r"\s+#.*", "", line).strip().removeprefix(".venv/bin/") for line in lines]
     return [line for line in stripped if line]
@@ -82,7 +82,7 @@ def commands(document: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Make a folder that resembles a checkout, with notebooks and sweep files, but contains its own runs."""
+    """Make a folder that contains the notebooks and sweep files that commands expect, but no runs."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "notebooks").symlink_to(ROOT / "notebooks")
     YAML().dump({"study": "benchmark", "fixed": TINY}, folder / "mine.yaml")
@@ -121,7 +121,7 @@ def call(*arguments: str) -> int:
 
 
 def program_in(folder: Path, *command: object) -> subprocess.CompletedProcess:
-    """Run a program in a folder, without a GPU."""
+    """Run a program in a folder, and hide all GPUs from the program."""
     return subprocess.run(
         [*map(str, command)],
         cwd=folder,
@@ -231,7 +231,7 @@ def test_make_report_measures_every_study_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_ladder_with_custom_shape_measures_each_optimization(place):
-    """The test uses the small shape that README suggests for a CPU."""
+    """Use the small shape that README suggests for a CPU."""
     assert "`--shape 64/128/2/2`" in (ROOT / "README.md").read_text()
     options = ["--shape", "64/128/2/2", "--runs", "runs/shape"]
     done = program_in(place, sys.executable, "-m", "stepscope.cli", "ladder", *options)

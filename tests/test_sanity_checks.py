@@ -1,4 +1,4 @@
-"""Test sanity checks of readings, reliable sample sizes, and inconsistent rows in reports."""
+"""Test sanity checks of readings, sufficient sample sizes, and how reports treat inconsistent rows."""
 
 from types import SimpleNamespace
 
@@ -95,7 +95,7 @@ def test_phases_that_disagree_compares_a_phase_alone_and_within_the_step(changed
 
 
 def test_inconsistencies_are_described_in_all_rows_of_a_case():
-    """Each phase takes 10 ms, except forward alone in bf16 and one forward step in fp32."""
+    """Each phase takes 10 ms, except in all ``forward`` steps in bf16 and in one ``forward`` step in fp32."""
     cases = [(precision, mode) for precision in ("bf16", "fp32") for mode in ("step", "forward")]
     rows, samples = [], {}
     for case in cases:
@@ -144,7 +144,10 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     ],
 )
 def test_has_enough_samples_depends_on_step_count_and_duration(wall_ms, enqueue_ms, device, steps):
-    """Enough means 30 steps or 2 s, or 100 steps or 3 s if launch-bound; for long steps, 7 as requested."""
+    """Require 30 steps or 2 s of steps on a GPU, and 100 steps or 3 s of steps if steps are launch-bound.
+
+    If steps are long or run on a CPU, the requested number of steps is sufficient.
+    """
     rows = [(0, True, TOTAL, 9e9, 0.0), (1, False, "forward", 9e9, 0.0)]
     rows += [(1, False, TOTAL, wall_ms, enqueue_ms)] * steps
     assert has_enough_samples(rows, 7, device)
@@ -177,7 +180,7 @@ def test_inconsistent_rows_names_the_rows():
 
 
 def test_steady_drops_inconsistent_cases_from_the_time_tables_of_the_study():
-    """Each of the other rows differs from the inconsistent row in one key, and is kept."""
+    """Each other row differs from the inconsistent row in one key, so the other rows stay in the tables."""
     keys = ["run_id", "mode", "precision", "optimization", "batch_size"]
     samples = pd.DataFrame("a", index=range(6), columns=keys).assign(wall_ms=1.0)
     for row, key in enumerate(keys, 1):
@@ -198,7 +201,7 @@ def test_steady_drops_inconsistent_cases_from_the_time_tables_of_the_study():
 
 
 def test_power_limited_step_stays_in_reports_if_only_its_profiled_steps_differ():
-    """The text that the check writes is recognized when records are read."""
+    """Reading records must recognize the text that the sanity check writes."""
     row = {"gpu_ms": 5.0, "wall_ms": 5.0}
     spread = measure.find_inconsistencies(row, [5.0, 5.5])
     spread_and_busy = measure.find_inconsistencies(row | {"wall_ms": 4.0}, [5.0, 5.5])

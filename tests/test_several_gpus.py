@@ -1,4 +1,4 @@
-"""Test the writeup's other datasets: their templates, views, and the chapter on several GPUs."""
+"""Test the templates and views of the writeup's other datasets, and the chapter on several GPUs."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ DATASETS = {"h100x2": 2, "h100x4": 4}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Return the folder of a dataset with made-up datasets of two and four GPUs next to it."""
+    """Write made-up datasets of two and four GPUs; return the empty folder of a dataset in the same folder."""
     folder = tmp_path_factory.mktemp("runs")
     for name, gpus in DATASETS.items():
         simulated_gpus.write(folder / name, gpus)

@@ -1,4 +1,4 @@
-"""Test PyTorch memory snapshots: the peak, the code that holds memory, and that loading never executes code."""
+"""Test that PyTorch memory snapshots show the peak and the code that holds memory, and load safely."""
 
 import gzip
 import pickle

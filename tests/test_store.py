@@ -155,7 +155,7 @@ def fail(*_):
 
 
 def test_interrupted_commit_leaves_no_run(store, tiny, monkeypatch):
-    """The run's record is written last."""
+    """A commit writes the run's record last."""
     monkeypatch.setattr(module, "write_text_durably", fail)
     with pytest.raises(OSError, match="No space"):
         committed(store, tiny())

@@ -128,7 +128,7 @@ def test_advice_names_the_synchronizing_call_and_operator():
 
 @pytest.mark.parametrize(("sync_us", "cause"), [(80, "sync"), (1, "launch")])
 def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_us, cause):
-    """Ten times, a .to call waits for 80 µs of work, and then four short kernels run with gaps between them."""
+    """Each of ten ``.to`` calls waits for 80 µs of work, and four short kernels with gaps follow each call."""
     events = []
     for at in range(0, 2000, 200):
         events += [
@@ -179,7 +179,7 @@ def test_gaps_are_summed_by_cause_call_and_place():
 
 
 def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
-    """Thread 1 synchronizes and loads. Threads 2, 1 and an unknown thread end the first, second and third gap."""
+    """Thread 1 synchronizes and loads; thread 2, thread 1 and an unknown thread end the gaps in this order."""
     events = [
         *launch(GEMM, 0, 5, 95),
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 90),
@@ -253,7 +253,7 @@ def test_gap_location_is_the_outermost_operator_in_the_innermost_range_and_frame
 
 
 def ranged(*names: str) -> list[dict]:
-    """Return an outer range that contains a range with a kernel per name, and NCCL's range with its kernel."""
+    """Return an outer range that contains a range per name and an NCCL range; each inner range runs a kernel."""
     events = [annotation("chunk", 0, 100 * len(names) + 100)]
     for number, name in enumerate(names):
         at = 10 + 100 * number
@@ -322,7 +322,7 @@ def test_fp32_matmul_advice_depends_on_the_gpu():
 
 
 def advised_ms(gpu) -> dict[str, float]:
-    """Return the saving in ms that each piece of advice states, by the first characters of its text."""
+    """Return the time in ms that each piece of advice saves, by the first five characters of the advice."""
     return {advice.what[:5]: advice.ms for advice in advice_for(gpu)}
 
 
@@ -345,7 +345,7 @@ def test_advice_recommends_tensor_cores_for_fp32_and_fusion_without_compiled_ker
 
 
 def matmul(name: str, start: float, dur: float, dtype: str) -> list[dict]:
-    """Return a 2 GFLOP matmul, which takes 2.02 µs at an H100's 989.5 TFLOP/s."""
+    """Return a 2 GFLOP matmul, which takes at least 2.02 µs on an H100 with a peak of 989.5 TFLOP/s."""
     source = operator("aten::mm", dtype, [1000, 1000], [1000, 1000], ts=start - 5)
     return [source, *launch(name, start - 4, start, dur, operator=source)]
 
@@ -511,7 +511,7 @@ def test_example_capture_names_its_gpu_but_omits_machine_details():
 
 
 def test_notebook_shows_the_requested_gpu_and_times_per_step(tmp_path):
-    """GPU 1 is busier than the requested GPU."""
+    """Request GPU 0, although GPU 1 is busier."""
     events = launch(GEMM, 40, 50, 500, gpu=1)
     for number, dur in enumerate((30, 50)):
         at = 1000 * number
@@ -543,7 +543,7 @@ HEAVY = "torch dask distributed papermill matplotlib seaborn scipy pandera nbfor
 
 @pytest.mark.parametrize("path", [SAMPLE, BEFORE, Path(__file__)], ids=lambda path: path.name)
 def test_profile_command_imports_nothing_heavy(path):
-    """The first line must appear within a second."""
+    """Heavy imports would delay the first line of output by more than a second."""
     program = f"""
 import atexit, sys
 from stepscope.cli import main

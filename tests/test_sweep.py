@@ -230,7 +230,7 @@ def test_device_name_comes_from_the_first_record_with_a_device(store, tiny):
 
 
 def collect(store, console, configs, all_fields, signals=(), began=0.0) -> sweeping._Sweep:
-    """Collect records with these fields, as if they were the results of a sweep over these configurations."""
+    """Pass records with these fields to a sweep, as if runs of these configurations had returned the records."""
     workers: Any = SimpleNamespace(places=lambda device: 1)
     end = SweepEnd(left=configs)
     running_sweep = sweeping._Sweep(workers, store, HERE, console, end, [*signals], began)
@@ -293,7 +293,7 @@ def test_longest_machine_path_is_replaced_first(monkeypatch, checkout):
 
 
 def test_memory_request_matches_the_baseline_step(tiny):
-    """A smaller request wouldn't suffice for the run's remaining modes."""
+    """A smaller memory request would be too small for the other modes of the run."""
     large = {"device": "cuda", "size": "large", "vocab_size": 10_000, "context_length": 512, "batch_size": 4}
     baseline = StepConfig(**large)
     needed_gib = peak(baseline).allocated / 2**30

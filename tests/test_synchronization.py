@@ -1,4 +1,4 @@
-"""Test, on a fake GPU, that code waits for the GPU before it reads the host's clock."""
+"""Test on a fake GPU that code waits for the GPU before reading the host's clock."""
 
 import math
 from contextlib import nullcontext
@@ -59,7 +59,7 @@ def test_nsys_profiled_step_and_its_range_end_when_the_gpu_finishes(gpu, monkeyp
 
 
 def attention(gpu):
-    """Return a function that takes 1 s in forward and 2 s in backward."""
+    """Return an attention function that takes 1 s in forward and 2 s in backward on the fake GPU."""
 
     def call(*qkv):
         gpu.launch(999)
@@ -87,7 +87,7 @@ def attention_on(gpu, **fields):
 def test_forward_and_backward_are_timed_separately_within_the_time_limit(
     gpu, monkeypatch, max_seconds_per_case, timed_steps, warmups, passes, is_long
 ):
-    """A pass takes 3 s. The warm-up takes a quarter of the limit, and the SM clock settles before long passes."""
+    """A pass takes 3 s, the warm-up takes a quarter of the limit, and the SM clock settles before long passes."""
     monkeypatch.setattr(attention_protocol, "LONG_MS", 2999.0 if is_long else 3001.0)
     calls, call = [], attention(gpu)
     measurement = attention_on(

@@ -1,4 +1,4 @@
-"""Test the attribution of GPU operations to steps, phases and regions in a real capture and synthetic captures."""
+"""Test how GPU operations in real and synthetic captures are attributed to steps, phases and regions."""
 
 import sqlite3
 from contextlib import closing
@@ -42,7 +42,7 @@ def report(name: str) -> pd.DataFrame:
 
 
 def sums(operations: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Return the operations' total time in ns and their count, grouped by these columns."""
+    """Return the total time in ns and the number of operations for each combination of values in these columns."""
     return operations.groupby(list(by), observed=True)["duration_ns"].agg(["sum", "size"])
 
 
@@ -125,7 +125,7 @@ def test_kernels_by_range_match_nsys(sample):
 
 
 def test_phase_times_match_nsys(sample):
-    """Backward is excluded, because nsys attributes only one of its kernels."""
+    """Exclude backward, because nsys attributes only one kernel to the range of backward."""
     operations, ranges = sample
     times = phase_clocks(operations, ranges).set_index(["step", "phase"])
     assert len(times) == 20
@@ -160,7 +160,7 @@ def nvtx(start, end, name, thread, domain=0) -> tuple:
 
 
 def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[tuple] | None = None) -> Path:
-    """Write an export of launches (time, thread), ranges (``nvtx`` arguments) and kernels (table rows)."""
+    """Write an export that contains launches (time, thread), ranges (arguments of ``nvtx``) and kernels (rows)."""
     if kernels is None:  # one 40 ns kernel per launch, 1000 ns later
         kernels = [
             (t + 1000, t + 1040, 0, 7, i, thread & PROCESS, 1) for i, (t, thread) in enumerate(launches)
@@ -519,7 +519,7 @@ def test_deeply_nested_ranges_are_read_quickly(tmp_path):
 
 
 def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0) -> list[tuple[int, int]]:
-    """Return random nested intervals, some of which are empty, touch or share an end."""
+    """Return random nested intervals; some intervals are empty, touch each other or share an end."""
     found, at = [], start
     while at < end and depth < 5:
         inner = sorted(generator.integers(at, end, 2, endpoint=True).tolist())
@@ -546,7 +546,7 @@ def test_enclosing_matches_a_plain_loop(seed):
     innermost, parent, depth = enclosing(*np.array([given[i] for i in intervals]).T, *np.array(points).T)
 
     def holders(key, first, last):
-        """Return the indices of the intervals that enclose [first, last), with the innermost interval last."""
+        """Return the indices of the intervals that enclose [first, last), sorted from outermost to innermost."""
         around = [
             i for i, (k, start, end) in enumerate(intervals) if k == key and start <= first and last <= end
         ]
@@ -563,7 +563,7 @@ def test_enclosing_ignores_intervals_of_different_threads():
 
 
 def test_cpu_operators_count_only_self_time(tmp_path):
-    """Each operator's self time is placed after the time of its callees, so the total time is unchanged."""
+    """The self time of an operator excludes the time of the operators that it calls."""
     spans = [
         ("aten::flash_backward", 0, 100, 1),
         ("aten::fill_", 10, 5, 1),

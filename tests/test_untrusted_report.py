@@ -1,4 +1,4 @@
-"""Test reports of untrusted records: texts are never rendered as markup, and no table stops a report."""
+"""Test that reports never render texts from untrusted records as markup and that no table stops a report."""
 
 import hashlib
 import json
@@ -105,7 +105,7 @@ def markup_on_github(text: str) -> list[str]:
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """Return a folder that contains one run of each study, which a test may change."""
+    """Return a folder that contains a copy of one run of each study; tests may change the copies."""
     return copy_runs(tmp_path / "runs", *FOLDERS["tour"])
 
 
@@ -120,7 +120,7 @@ def change_record(run: Path, change: Callable[[dict], object]) -> None:
 
 
 def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
-    """Change a run's table and the digest in its record."""
+    """Change a run's table, and update the table's digest in the run's record."""
     file = run / f"{table}.parquet"
     change(pd.read_parquet(file)).to_parquet(file, index=False)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -128,7 +128,7 @@ def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.Data
 
 
 def reported(runs: Path) -> Report:
-    """Return a folder's report, with its list of runs as an additional page."""
+    """Return a folder's report, including the list of runs as an additional page."""
     found = read(Store(runs))
     report = machine.compose(found, runs, runs / "out")
     report.texts["evidence/runs.md"] = runs_page(found, runs, runs / "out" / "evidence")
@@ -148,7 +148,7 @@ def test_escape_returns_one_line_without_markup(text):
 
 
 def test_rendered_markup_finds_planted_markup():
-    """If this function missed planted markup, the tests below could never fail."""
+    """If ``rendered_markup`` missed planted markup, the tests below could never fail."""
     for text in (*MARKUP[:3], MARKUP[4]):
         assert rendered_markup(Report({"report.md": text})), text
     assert rendered_markup(Report({"report.html": MARKUP[1]}))
@@ -210,7 +210,7 @@ def test_errors_do_not_render_markup_from_unusable_runs(runs):
 
 
 def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield copies of a table, each with one wrong or extreme column, and the name of the change."""
+    """Yield pairs of a change's name and a copy of the table in which the change affects one column."""
     yield "text", table.assign(**{column: "<b>x</b>"})
     yield "nothing", table.assign(**{column: None})
     yield "no number", table.assign(**{column: np.nan})

@@ -57,7 +57,7 @@ def test_phases_match_recomputation():
 
 
 def expected_outcome(key: tuple, row: Row) -> str:
-    """Return the phase in which a case ran out of memory: backward if the quadratic peak of forward fits."""
+    """Return the phase and reason of an out-of-memory error; blame backward if the quadratic forward peak fits."""
     if row["status"] != "oom":
         return ""
     *case, length, _ = key
@@ -88,7 +88,7 @@ def test_out_of_memory_column_states_phase_and_reason():
 
 
 def both(key: tuple, column: str) -> float:
-    """Return forward's and backward's total time, or nan if either time is unknown."""
+    """Return the sum of a column's values for forward and backward, or nan if either value is unknown."""
     return sum(PHASES.get((*key, phase), {}).get(column, NAN) for phase in ("forward", "backward"))
 
 
@@ -97,7 +97,7 @@ GPU_MS = {key: both(key, "gpu_ms") for key in CASES}
 
 
 def peak_bytes(key: tuple) -> float:
-    """Return a pass's peak memory in bytes, summed tensor by tensor."""
+    """Return the peak memory of a pass in bytes, computed as the sum of its tensors' sizes."""
     d, precision, batch, name, length = key
     item = 2 if precision == "bf16" else 4
     vector, row = batch * length * d * item, batch * length * 4

@@ -70,7 +70,7 @@ def timed_rows() -> Rows:
 
 
 def samples_by_process() -> dict[tuple, list[Row]]:
-    """Return the steps of each process in order, by configuration, mode and phase."""
+    """Return the samples in step order, by configuration (including the repeat), mode and phase."""
     result = defaultdict(list)
     for row in sorted(dicts("benchmark.samples"), key=lambda row: row["step"]):
         result[*(row[name] for name in CONFIG), row["mode"], row["phase"]].append(row)
@@ -93,12 +93,12 @@ def forward_flops(size: str, context_length: int, batch_size: int, vocab_size: i
 
 
 def mean_text(values: list[float]) -> str:
-    """Format the mean and the standard deviation, such as "3.14 ± 0.05"."""
+    """Format the mean and the standard deviation of values, as in "3.14 ± 0.05"."""
     return f"{shown(statistics.mean(values))} ± {shown(statistics.stdev(values))}"
 
 
 def shown(value: float) -> str:
-    """Format a number with three significant digits, or as an integer from 100 on."""
+    """Format a number with three significant digits, or as an integer if the number is at least 99.95."""
     if value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.{2 - math.floor(math.log10(float(f'{value:.2e}')))}f}"

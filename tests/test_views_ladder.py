@@ -37,7 +37,7 @@ BF16_MOMENTS = (
 
 
 def read_ladder(folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return a folder's ladder tables, excluding inconsistent rows unless the power limit explains them."""
+    """Return a folder's ladder tables; drop inconsistent rows, except rows that the power limit explains."""
     tables = read_tables({"ladder": CASE[:3]}, folder)
     steps, kernels = tables["ladder.steps"], tables["ladder.kernels"]
     at_power_limit = steps.inconsistent.str.contains("profiled steps range") & (
@@ -77,7 +77,7 @@ def square_flops(case: tuple) -> float:
 
 
 def causal_flops(case: tuple) -> float:
-    """Return a step's T x T matmul FLOPs on and below the diagonal: T (T + 1) / 2 of the T² numbers."""
+    """Return the FLOPs of a step's T x T matmuls on and below the diagonal, which has T (T + 1) / 2 elements."""
     context = case[1]
     return 3 * square_flops(case) * (context * (context + 1) / 2) / context**2
 
@@ -112,13 +112,13 @@ def clear(ratio: float) -> float:
 
 
 def step_of(case: tuple, optimization: str) -> Row:
-    """Return an optimization's timed step; empty if the step wasn't timed."""
+    """Return the timed step of an optimization, or an empty dictionary if the step wasn't timed."""
     step = STEPS.get((*case, optimization), {})
     return step if step.get("wall_ms", 0) > 0 else {}
 
 
 def previous_of(case: tuple, optimization: str) -> Row:
-    """Return the timed step to which an optimization was added; empty if there is none."""
+    """Return the timed step to which an optimization was added, or an empty dictionary if no such step exists."""
     if optimization in ("fp8", "chunked_loss"):
         return step_of(case, "bf16_moments")
     if optimization not in LADDER or not step_of(case, optimization):
@@ -128,7 +128,7 @@ def previous_of(case: tuple, optimization: str) -> Row:
 
 
 def speedup_of(case: tuple, optimization: str) -> float:
-    """Return the speedup over the previous step, as printed by tables."""
+    """Return the speedup over the previous step as tables print this speedup."""
     step, before = step_of(case, optimization), previous_of(case, optimization)
     if not step or not before:
         return NAN
@@ -235,7 +235,7 @@ def expected_ablations() -> Iterator[tuple[tuple, Row]]:
 
 
 def kernel_ms() -> dict[tuple, dict[str, float]]:
-    """Return the GPU time of each step, by kernel category."""
+    """Return the GPU time of each step in ms, by kernel category."""
     times: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in RAW["kernels"].to_dict("records"):
         times[*(row[name] for name in CASE), row["optimization"]][row["kernel_category"]] += row["gpu_ms"]
@@ -310,7 +310,7 @@ def expected_fp8() -> Iterator[tuple[tuple, Row]]:
 
 
 def smooth_losses() -> dict[tuple, dict[tuple, list[float]]]:
-    """Return moving averages over ten losses, from the fifth step on, by case, and by optimization and seed."""
+    """Return each case's moving averages over ten losses from the fifth step on, by optimization and seed."""
     smooth: dict[tuple, dict[tuple, list[float]]] = defaultdict(dict)
     columns = [*CASE, "optimization", "seed"]
     for key, rows in RAW["curves"].groupby(columns):
@@ -477,7 +477,7 @@ EXPECTED: dict[str, Callable[[], Iterator[tuple[tuple, Row]]]] = {
 
 
 def is_text(name: str) -> bool:
-    """Return whether a column contains printed text: an optimization's name or quartiles."""
+    """Return whether a column contains printed text (an optimization's name, or quartiles)."""
     return name == "name" or name.endswith("quartiles")
 
 

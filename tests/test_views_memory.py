@@ -40,7 +40,7 @@ RAW = {name.removeprefix("memory."): table for name, table in TABLES.items()}
 
 
 def by_step(rows: pd.DataFrame, *names: str) -> Rows:
-    """Return rows keyed by configuration and these columns; each key must be unique."""
+    """Return rows keyed by configuration and these columns; check that each key is unique."""
     return keyed(rows, (*STEP, *names))
 
 

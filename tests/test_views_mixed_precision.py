@@ -38,7 +38,7 @@ def of(row: Row, *names: str) -> tuple:
 
 
 def experiment(name: str, *names: str) -> dict[tuple, Any]:
-    """Return an experiment's values keyed by configuration and these fields."""
+    """Return the values of an experiment, keyed by configuration and these fields."""
     rows = [row for row in RAW["numerics"] if row["experiment"] == name]
     column = "dtype" if name == "toy" else "value"
     result = {of(row, *names): row[column] for row in rows}
@@ -47,7 +47,7 @@ def experiment(name: str, *names: str) -> dict[tuple, Any]:
 
 
 def kernel_times() -> dict[tuple, Counter]:
-    """Return times in ms, keyed by configuration, precision and mode, and then by kernel category."""
+    """Return the GPU time in ms of each kernel category, keyed by configuration, precision and mode."""
     result = defaultdict(Counter)
     for row in RAW["operations"]:
         casts = re.search(r"b?float16_copy_kernel|direct_copy_kernel.*LoadWithCast", row["name"])
@@ -200,7 +200,7 @@ def test_mixed_precision_view_matches_recomputation_from_files(name: str):
 
 
 def test_repeated_sums_match_numpy():
-    """NumPy adds the numbers one at a time in fp32 and fp16."""
+    """Add the numbers one at a time in fp32 and fp16 with NumPy."""
     cases = {
         "fp32 into fp32": (np.float32, np.float32),
         "fp16 into fp16": (np.float16, np.float16),

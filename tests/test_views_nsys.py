@@ -107,13 +107,13 @@ def time_of(passes: list[Row], named: int) -> Row:
 
 
 def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
-    """Return the rank of each time, where 1 is the longest; equal times are ranked in their given order."""
+    """Return the rank of each time; the longest time has rank 1, and equal times keep their order."""
     order = sorted(times_ns, key=lambda key: -times_ns[key])
     return {key: place for place, key in enumerate(order, 1)}
 
 
 def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
-    """Return the time of each group of a profile's operations, and the group's share of the profile."""
+    """Return the GPU time of each group of operations, and the group's share of the profile's time."""
     result = {}
     for key, own in grouped(WITH_TOTALS if phases else OPERATIONS, "mode", *names).items():
         total_ns = summed(PROFILES[key[: len(CONFIG) + 1]])
@@ -122,7 +122,7 @@ def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
 
 
 def places(result: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
-    """Return each group's rank by time among groups whose first ``depth`` key fields match; 0 if skipped."""
+    """Rank groups by time among groups whose first ``depth`` key fields match; skipped groups get rank 0."""
     together = defaultdict(dict)
     for key, row in result.items():
         if key not in skipped:

@@ -1,4 +1,4 @@
-"""Test that sweeps on an external Dask scheduler and its workers are stopped and continued like local sweeps."""
+"""Test that sweeps on external Dask workers can be stopped and resumed like local sweeps."""
 
 import json
 import os
@@ -18,7 +18,7 @@ QUIET = {"DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "error"}
 
 
 class Cluster:
-    """A scheduler and its workers, which Dask's command line starts."""
+    """A scheduler and its workers, all started with Dask's command line."""
 
     def __init__(self, folder, environment):
         self.folder, self.environment, self.started = folder, os.environ | QUIET | environment, []

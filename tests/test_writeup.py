@@ -1,4 +1,4 @@
-"""Test the rules and units of the writeup's templates."""
+"""Test that the writeup's templates follow the rules and print the correct units."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ NO_UNIT = {"n", "billion", "x"}  # filters for counts and for ratios computed in
 
 
 def expressions(tree: nodes.Template) -> list[nodes.Expr]:
-    """Return a template's printed expressions, excluding its text and ``holds`` calls."""
+    """Return the expressions that a template prints, excluding ``holds`` calls."""
     printed = []
     for output in tree.find_all(nodes.Output):
         for expression in output.nodes:
@@ -37,7 +37,7 @@ def operators(expression: nodes.Expr) -> int:
 
 
 def broken_rules(text: str) -> list[tuple[int, str]]:
-    """Return the line and the reason of each rule violation in a template."""
+    """Return the line number of each rule violation in a template, and the reason for the violation."""
     tree = jinja2.Environment().parse(text)
     found = [
         (node.lineno, f"a {type(node).__name__}, which belongs into a view")
@@ -53,7 +53,7 @@ def broken_rules(text: str) -> list[tuple[int, str]]:
 
 
 def crowded_lines(text: str) -> list[tuple[int, str]]:
-    """Return the prose lines that contain more than one sentence."""
+    """Return the number of each prose line that contains more than one sentence, and the reason."""
     found, fenced = [], False
     for number, line in enumerate(text.splitlines(), 1):
         fenced ^= line.startswith("```")
@@ -65,7 +65,7 @@ def crowded_lines(text: str) -> list[tuple[int, str]]:
 
 
 def wrong_units(text: str) -> list[tuple[int, str]]:
-    """Return the places where a column isn't printed with the unit in its name."""
+    """Return the line number and a description of each column printed in a unit that differs from its name."""
     found = []
     for node in jinja2.Environment().parse(text).find_all(nodes.Filter):
         name = node.name
@@ -83,7 +83,7 @@ def wrong_units(text: str) -> list[tuple[int, str]]:
 
 
 def printed_column(node: nodes.Expr | None) -> str:
-    """Return the column that an expression prints, even through ``.min()`` and the like; "" for arithmetic."""
+    """Return the column that an expression prints, ignoring calls such as ``.min()``, or "" for arithmetic."""
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
         return printed_column(node.node.node)
     return node.attr if isinstance(node, nodes.Getattr) else ""

@@ -1,4 +1,4 @@
-"""Test the ladder on a user's model: bad input, isolation, kept optimizations, modules and complete runs."""
+"""Test the ladder for users' models: bad input, isolation, kept optimizations, modules and complete runs."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ HEAD = "import torch\nfrom torch import nn\n"
 
 @pytest.fixture(autouse=True)
 def imports(monkeypatch):
-    """After each test, remove the models that it imported, so that later tests import them anew."""
+    """After each test, remove the models that the test imported, so that later tests import the models again."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name in ("mine", *[path.stem for path in MODELS.glob("*.py")]):
@@ -50,7 +50,7 @@ def imports(monkeypatch):
 
 @pytest.fixture
 def write(tmp_path):
-    """Return a function that writes a model's file and finds its function ``build``."""
+    """Return a function that writes a model to a file and finds the function ``build`` in the file."""
 
     def make(text, name="mine.py"):
         path = tmp_path / name
@@ -267,7 +267,7 @@ def test_find_blocks_returns_the_longest_list_of_modules_of_one_type():
 
 @pytest.mark.parametrize("own", [True, False])
 def test_compile_module_compiles_both_pytorch_and_custom_module_types(monkeypatch, own):
-    """PyTorch's own module types need this test, because ``nn.Sequential(...).compile()`` does nothing."""
+    """Test PyTorch's module types, too, because ``nn.Sequential(...).compile()`` has no effect."""
 
     class Own(nn.Sequential):
         def forward(self, x):
@@ -344,9 +344,9 @@ def test_inapplicable_transforms_return_a_reason():
 
 @pytest.fixture
 def measured(write, tmp_path):
-    """Return a function that measures a model in fp32 and then with optimizations, all in this process.
+    """Return a function that measures a model in fp32 and then with optimizations, both in this process.
 
-    The function returns the loop with optimizations, and its outcome.
+    The function returns the loop that measured the optimizations, and the outcome of this loop.
     """
 
     def measure(forward, *stack):
@@ -381,7 +381,7 @@ def test_master_adamw_gets_only_parameters_with_a_gradient(measured):
 
 
 def test_numerics_check_without_dropout_leaves_nothing_to_compile_in_timed_steps(measured, monkeypatch):
-    """Dynamo compiles a model with and without dropout separately; both must happen before the steps are timed."""
+    """Dynamo compiles models separately with and without dropout; the timed steps must not compile anything."""
     graphs = torch._dynamo.utils.counters["stats"]
     compiled = []
 
@@ -409,7 +409,7 @@ def test_numerics_check_without_dropout_leaves_nothing_to_compile_in_timed_steps
     "draw", ["[random.random() for _ in range({})]", "np.random.rand({})", "torch.rand({})"]
 )
 def test_first_losses_agree_when_the_model_draws_random_numbers(measured, draw):
-    """With autocast, this model draws more random numbers, so only the first steps start from the same state."""
+    """With autocast, this model draws more random numbers, so only the first steps use the same random state."""
     drawn = draw.format('1 + torch.is_autocast_enabled("cpu")')
     _, outcome = measured(f"self.a(x) * {drawn}[0]", "bf16")
     assert outcome.row["loss_error"] < 0.02
@@ -424,7 +424,7 @@ def test_gradient_error_includes_parameters_that_only_one_of_two_steps_uses(meas
 
 
 def test_isolated_calls_return_results_and_failures_do_not_affect_the_next_call(tmp_path):
-    """The functions are Python's own, because a new process would import this file first, for seconds."""
+    """Use functions from Python's library, because importing this file in a new process would take seconds."""
     with pytest.raises(ProcessFailed, match="was killed by SIGKILL"):
         call_isolated(signal.raise_signal, 60, signal.SIGKILL)
     hang = ["sh", "-c", f"echo $PPID $$ > '{tmp_path}/pids'; exec sleep 1000"]
@@ -490,7 +490,7 @@ def outcome(name, wall_ms=None, signature=None, **row):
 
 @pytest.fixture
 def simulated(ladder, monkeypatch):
-    """Return a function that measures a ladder for which each optimization has a given outcome."""
+    """Return a function that measures a ladder in which each optimization has the given outcome."""
 
     def measure(outcomes):
         jobs = []
@@ -612,7 +612,7 @@ def test_text_from_user_code_is_not_rendered_as_markup(store, ladder):
 
 
 def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch):
-    """Keep whatever can be measured, compile without generating code, and measure in this process."""
+    """Keep all measured optimizations, compile with the ``eager`` backend, and measure in this process."""
     monkeypatch.setattr(loop, "call_isolated", lambda function, limit_s, job: function(job))
     monkeypatch.setattr(loop, "why_dropped", lambda outcome, before: "")
     monkeypatch.setattr(loop, "duration_ms", lambda outcome: 1.0)
@@ -633,7 +633,7 @@ def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch
 
 
 def test_compiled_code_computes_the_gradients_of_the_eager_step(write, tmp_path):
-    """The model is as small as can be, because each of its kernels takes seconds to compile."""
+    """Use a minimal model, because each kernel takes seconds to compile."""
     place = write("""class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -651,7 +651,7 @@ def build():
 
 
 def command(name, store, **environment):
-    """Measure one of the tiny models as ``stepscope ladder`` does in a terminal; return its table of steps."""
+    """Run ``stepscope ladder`` on one of the tiny models in a separate process; return the table of steps."""
     done = subprocess.run(
         [
             sys.executable,
@@ -684,7 +684,7 @@ def command(name, store, **environment):
 
 
 def test_command_measures_a_network_that_synchronizes_and_names_the_line(store):
-    """Without compiling, which takes half a minute in a new folder; the test above compiles."""
+    """Disable compilation, because compiling takes half a minute in a new folder and the test above compiles."""
     steps = command("router", store, TORCHDYNAMO_DISABLE="1")
     where = "uncompiled, router.py:15 reads a number from the device"
     reason = steps.loc["cuda_graph", "reason"]

@@ -1,4 +1,4 @@
-"""Run mypy on the package, bench, the tests and the notebooks, or on the given files.
+"""Run mypy on the given files; by default, check the package, bench, the tests and the notebooks.
 
 python tests/typecheck.py [FILE ...]
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def code_of(notebook: Path) -> list[tuple[str, str]]:
-    """Return each line in the code cells with its location in ruff's format, ``path:cell 3:1``."""
+    """Return the location and text of each line in the code cells; a location looks like ``path:cell 3:1``."""
     cells = nbformat.read(notebook, as_version=4).cells
     return [
         (f"{notebook.relative_to(ROOT)}:cell {number}:{at}", line)
@@ -26,7 +26,10 @@ def code_of(notebook: Path) -> list[tuple[str, str]]:
 
 
 def typecheck(files: list[str]) -> tuple[str, int]:
-    """Run mypy on files (default: all); return its output, with locations in notebook cells, and exit status."""
+    """Run mypy on ``files``, or on all files if empty; return mypy's output and exit status.
+
+    In the output, refer to code in notebooks by cell.
+    """
     settings = ["--config-file", str(ROOT / "pyproject.toml")]
     if files:
         output, complaints, status = api.run([*settings, *files])
