@@ -214,7 +214,9 @@ def test_ddp_ranks_with_different_initial_weights_train_identically(ranks, case)
 def test_ddp_wrapped_model_is_rejected(ranks):
     for rank in ranks:
         for message in rank["wrapped first"]:
-            assert re.match("make MasterAdamW before DistributedDataParallel", message)
+            assert re.match(
+                "create MasterAdamW before you wrap the model in DistributedDataParallel", message
+            )
 
 
 def test_sharded_parameters_are_rejected(ranks):

@@ -198,7 +198,7 @@ def test_largest_runs_start_first_on_several_gpus(write_sweep, store, faults, gp
     "fields, how, words",
     [
         ({"device": "cuda"}, HERE, "no GPU here"),
-        ({"precision": "tf32"}, HERE, "no TF32"),
+        ({"precision": "tf32"}, HERE, "don't support TF32"),
         ({}, SweepOptions(scheduler="nowhere"), "expected an address"),
     ],
 )

@@ -161,7 +161,8 @@ def test_checkpoints_match_recomputation():
     for key, row in CHECKPOINTS.items():
         without = CHECKPOINTS.get((*key[:-1], "none"), {})
         ratios = [row[name] / without.get(name, math.nan) for name in ("peak_gib", "gpu_ms")]
-        shown = [view[key]["peak_ratio"], view[key]["gpu_ratio"]]
+        ratios.append(row["gpu_ms"] / row["wall_ms"])
+        shown = [view[key][name] for name in ("peak_ratio", "gpu_ratio", "gpu_wall_ratio")]
         assert shown == pytest.approx(ratios, nan_ok=True)
         block = blocks.get((*key[:3], *key[4:6]))
         if block and row["blocks_per_checkpoint"] > 1:

@@ -269,6 +269,7 @@ def _configs(frame: pd.DataFrame) -> list[StepConfig]:
         "block_runs",
         "gpu_ms",
         "gpu_ratio",
+        "gpu_wall_ratio",
         "wall_ms",
         "wall_std_ms",
         "steps",
@@ -282,7 +283,8 @@ def _configs(frame: pd.DataFrame) -> list[StepConfig]:
 def checkpoints(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode, number of blocks and checkpoint policy, with peak memory and time.
 
-    ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpointing. ``beyond_state_gib`` is
+    ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpointing, and ``gpu_wall_ratio`` is
+    GPU time divided by wall time. ``beyond_state_gib`` is
     the peak minus the state (weights and gradients).
 
     ``best_group`` is the number of blocks per checkpoint, k (a real number), that minimizes the memory for N/k
@@ -308,6 +310,7 @@ def checkpoints(data: Views) -> pd.DataFrame:
         per_checkpoint=groups.map(_group_text),
         peak_ratio=frame["peak_gib"] / frame["peak_gib_without"],
         gpu_ratio=frame["gpu_ms"] / frame["gpu_ms_without"],
+        gpu_wall_ratio=frame["gpu_ms"] / frame["wall_ms"],
         beyond_state_gib=frame["peak_gib"] - frame["state_gib"],
         best_group=group_squared**0.5,
         added_gib=(frame["peak_gib"] - frame["peak_gib_single"]) / more_blocks,
