@@ -218,7 +218,7 @@ def test_backward_kernels_get_the_regions_of_the_forward_pass(tables):
     count = matmuls.groupby(["phase", "region"])["count"].sum()["forward"]
     assert count[["attention.qkv", "ffn", "attention.scores"]].tolist() == [3 * LAYERS, 3 * LAYERS, LAYERS]
     time = operations.groupby(["phase", "region"])["total_ns"].sum()
-    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # backward computes twice the FLOPs
+    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # backward needs twice the FLOPs
 
 
 def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:

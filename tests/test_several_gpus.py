@@ -19,7 +19,7 @@ DATASETS = {"h100x2": 2, "h100x4": 4}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Write made-up datasets of two and four GPUs; return the empty folder of a dataset in the same folder."""
+    """Write made-up datasets for two and four GPUs; return a new, empty dataset folder beside them."""
     folder = tmp_path_factory.mktemp("runs")
     for name, gpus in DATASETS.items():
         simulated_gpus.write(folder / name, gpus)

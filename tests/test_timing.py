@@ -52,7 +52,7 @@ def phase_times(gpu, phases, **work_ms):
 # Clocks
 
 
-def test_phases_time_gpu_work_excluding_earlier_work(gpu):
+def test_phase_times_exclude_earlier_gpu_work(gpu):
     phases = Phases("cuda", expected=1)
     gpu.launch(5000)
     assert phase_times(gpu, phases, forward=10, loss=20, backward=300) == {

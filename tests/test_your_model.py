@@ -136,7 +136,7 @@ def test_error_names_the_unknown_argument(write):
         ("(x * x).sum().requires_grad_()", "no parameter gets a gradient from the loss"),
         (
             "(1, 2)",
-            "the loss is NoneType, but expected a scalar tensor, or an output that has one as its loss",
+            "the loss is NoneType, but expected a scalar tensor, or an output with a scalar tensor as its loss",
         ),
         ("{'logits': x}", "the loss is NoneType"),
         ("{'loss': 1.0}", "the loss is float"),

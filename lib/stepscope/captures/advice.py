@@ -154,7 +154,7 @@ def _text_for_call(call: str, place: str) -> str:
 def _text_for_host(_: str, place: str) -> str:
     name = one_line(place, MAX_NAME_CHARS)
     if OPERATOR.match(place):
-        return f"call {name} less often, or compile it (torch.compile): the host is busy in it"
+        return f"call {name} less often, or compile it (torch.compile): the host spends its time there"
     return f"move {name} off the critical path (another process or thread, or one step earlier)"
 
 

@@ -39,7 +39,7 @@ def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Pic
 def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
     """Draw the CPU launches and GPU kernels in one millisecond of forward.
 
-    The figure also shows the GPU kernels of forward when it is replayed as a CUDA graph.
+    The figure also shows the GPU kernels when the forward pass is replayed as a CUDA graph.
 
     Args:
         operations: rows of the view ``launch_timeline`` for one configuration.

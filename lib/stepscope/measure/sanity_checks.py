@@ -22,7 +22,7 @@ MAX_REPLAY_RATIO = 1.05  # wall time of a replayed CUDA graph over the GPU time 
 MAX_GAP_MS = 2e-3  # between two operations of a replayed CUDA graph
 MAX_SPREAD = 1.03  # slowest over fastest profiled step
 MAX_PHASE_RATIO = 1.10  # a phase's GPU time in another mode over its GPU time in the full step
-MAX_POWER_RATIO = 1.02  # power over the power limit
+MAX_POWER_RATIO = 1.02  # maximum ratio of power draw to the power limit
 MIN_STEPS_TO_HALVE = 4
 
 

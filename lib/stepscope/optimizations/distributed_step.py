@@ -159,7 +159,7 @@ def ddp(
     If `communicate` is False, the buckets are filled and copied back but not sent, which serves as a control.
 
     Args:
-        bucket_mib: the size of a bucket; None for DDP's default, in which the first bucket has 1 MiB.
+        bucket_mib: the size of a bucket; None for DDP's default, in which the first bucket is 1 MiB.
     """
     # otherwise torch.compile would split each block at the buckets' ends
     torch._dynamo.config.optimize_ddp = False
@@ -176,7 +176,7 @@ def ddp(
         if not communicate:
             return []
         data = replica._get_ddp_logging_data()
-        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]  # in bytes of fp32
+        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]  # in bytes, for fp32 gradients
         return [Message("all_reduce", int(size) // 4, dtype) for size in sizes.split(",")]
 
     return Distributed(step, messages)

@@ -68,7 +68,7 @@ UNCHANGED = (1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
 
 
 class TakeWeights:
-    """A hook of a model's modules that updates the optimizer's masters from loaded weights.
+    """A module hook that updates the optimizer's master weights when weights are loaded.
 
     In a copy of the model, or after pickling, the hook does nothing, because the optimizer doesn't own those
     weights.
@@ -648,8 +648,8 @@ class MasterAdamW(torch.optim.Optimizer):
                     " address that is a multiple of 16 bytes"
                 )
         if capturing:
-            # The graph gets its own table, and kernels that write the addresses from their arguments. A copy from
-            # the host would read host memory in every replay, so that memory would have to stay unchanged.
+            # The graph gets its own table and kernels that fill it with addresses from their arguments. A copy
+            # from the host would read host memory in every replay, so that memory would have to stay unchanged.
             table = torch.full_like(self.table, 0)
             torch._foreach_add_(table.unbind(), addresses)
             return table

@@ -156,7 +156,7 @@ FOREACH_COPY = re.compile(r"\bCopy(Functor)?\b")  # copies of lists of tensors, 
 # Kernels that apply a function to each element are named after the loop, and the function is a template argument.
 # The function can belong to one of these categories, but it can't be, for example, a reduction.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
-NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # categories that the complete name decides
+NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # categories matched against the complete name
 PREPARATION = {
     "embedding and indexing",
     OTHER,

@@ -157,7 +157,7 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
     """Check that a view's keys are unique, and return its declared columns."""
     expected = [*declared.key, *declared.columns]
     if missing := [column for column in expected if column not in frame]:
-        raise ViewError(f"view {name} declares the column {', '.join(missing)}, but doesn't return it")
+        raise ViewError(f"view {name} doesn't return these declared columns: {', '.join(missing)}")
     repeated = frame[frame.duplicated(declared.key, keep=False)]
     if len(repeated):
         raise ViewError(

@@ -481,7 +481,7 @@ def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_other_kernels(categories: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the non-matmul kernels' GPU times and launches, both compiled and uncompiled."""
+    """Add columns for the GPU time and launches of the non-matmul kernels, with and without compilation."""
     key = ["study", *CONFIG, "mode"]
     other = categories[~categories["is_matmul"]].groupby(key, sort=False)[["gpu_ms", "count"]].sum()
     rows = rows.join(other.add_prefix("other_"), on=key, validate="one_to_one")

@@ -165,7 +165,7 @@ def examine(subject: UserSubject) -> dict[str, Any]:
     if not isinstance(loss, Tensor) or loss.dim():
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(
-            f"the loss is {got}, but expected a scalar tensor, or an output that has one as its loss"
+            f"the loss is {got}, but expected a scalar tensor, or an output with a scalar tensor as its loss"
         )
     if all(parameter.grad is None for parameter in subject.parameters.values()):
         raise ModelError("no parameter gets a gradient from the loss")
