@@ -87,11 +87,11 @@ def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
     axes.barh(heights, rows.over_ms, left=lefts, height=0.6, color=colors)
     for height, left, over, reference in zip(heights, lefts, rows.over_ms, rows.reference_ms):
         text = f"{digits(over)} over {digits(reference)} ms" if reference else number(over, "ms")
-        right = left + over
-        is_left = left - total.reference_ms > total.ms - right  # the left side has more room
+        begin, end = sorted((left, left + over))  # a part can take less than its reference time
+        is_left = begin - total.reference_ms > total.ms - end  # the left side has more room
         axes.annotate(
             text,
-            (left if is_left else right, height),
+            (begin if is_left else end, height),
             xytext=(-5 if is_left else 5, 0),
             va="center",
             textcoords=OFFSET,
