@@ -21,6 +21,8 @@ MAX_BUSY = 1.02
 MAX_BUSY_POWER_LIMITED = 1.03
 # A GPU whose SM clock is below this share of its maximum is power-limited.
 POWER_LIMITED_CLOCK_RATIO = 0.97
+# The name, in ``clock_reasons``, of NVML's reason for a clock that the power limit lowers.
+POWER_CAP = "power cap"
 # A precision loses values if more than this share of them is inf, NaN or wrongly 0.
 MAX_LOST_SHARE = 1e-3
 

@@ -19,6 +19,7 @@ import pynvml
 import torch
 
 from stepscope.measure.timing import noop, run_for
+from stepscope.stats import POWER_CAP
 
 POLL_S = 0.02
 # If the steps take at least this long in total, readings between them are enough to compute power: the times of
@@ -29,7 +30,7 @@ SUSTAINED_S = 2.0  # if the timed steps are too short, more steps run for this l
 # NVML's bits for the reasons that lower the clock. "Idle" is missing: the GPU is always idle when we read it,
 # because a step has just ended.
 CLOCK_REASONS = {
-    "power cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+    POWER_CAP: pynvml.nvmlClocksEventReasonSwPowerCap,
     "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
     "thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown,
     "hardware slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,

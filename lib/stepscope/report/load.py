@@ -24,6 +24,7 @@ from stepscope.report.schemas import Tables
 from stepscope.runs import schema3
 from stepscope.runs.record import Record, inconsistency_warnings, mixed_notebook_warnings
 from stepscope.runs.store import Store, runs_folder
+from stepscope.stats import POWER_CAP
 
 MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # limits of one table, in memory
 QUIET_S = 2.0  # reading that takes longer is announced
@@ -32,7 +33,6 @@ SOFTWARE = ("torch", "cuda", "driver")
 TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")
 # The text that `measure.find_inconsistencies` returns if only the profiled steps differ.
 SPREAD = r"profiled steps range from \S+ to \S+ ms"
-POWER_CAP = "power cap"  # in `clock_reasons`, the reason that NVML gives if the power limit lowers the clock
 
 
 class RunsError(StepscopeError, ValueError):

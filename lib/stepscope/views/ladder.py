@@ -13,7 +13,7 @@ from stepscope.config import StepConfig
 from stepscope.data_sheets import data_sheet
 from stepscope.model.flops import step_flops
 from stepscope.report.tables import quartiles
-from stepscope.stats import MIN_GAIN, MIN_LAUNCH_BOUND_GAIN, launch_bound_rows, spread_ms
+from stepscope.stats import MIN_GAIN, MIN_LAUNCH_BOUND_GAIN, POWER_CAP, launch_bound_rows, spread_ms
 from stepscope.studies.ladder.config import ABLATABLE, BEYOND, LADDER_OPTIMIZATIONS, NO_MASK, WITHOUT
 from stepscope.views import Views, in_order, view
 
@@ -22,7 +22,6 @@ CASE = [*SHAPE, "batch_size"]  # identifies one ladder
 KEY = [*CASE, "optimization"]
 FIRST, LAST = LADDER_OPTIMIZATIONS[0], LADDER_OPTIMIZATIONS[-1]
 GRAPH = "cuda_graph"  # its speedup is in wall time, because it removes launches but no kernels
-POWER_CAP = "power cap"  # the reason that NVML gives if the power limit lowers the clock
 AT_LIMIT = 0.95  # share of the power limit, averaged over the timed steps
 SMOOTHED_STEPS = 10  # length of the moving average; the loss fluctuates from step to step
 FINAL_STEPS = 50  # steps at the end of a training run, over which the final distance is averaged
@@ -205,8 +204,9 @@ def steps(data: Views) -> pd.DataFrame:
     * ``previous_...``, ``fp32_...``, ``graph_...``: values of the step with the preceding optimization (for FP8
       and the chunked loss, bf16 moments), of the fp32 step, and of the step with the CUDA graph; ``..._speedup``
       is this row's speedup over that step.
-    * ``speedup``: the speedup over the preceding optimization, in GPU time (wall time for the CUDA graph). It is
-      missing if it is under 3%, or if the CUDA graph saves less time than either step's interquartile range.
+    * ``speedup``: the speedup over the preceding optimization, in GPU time, or in wall time for the CUDA graph and
+      for steps whose profiled times differ (``inconsistent``). It is missing if it is under 3%, or if the CUDA
+      graph saves less time than either step's interquartile range.
     """
     rows = _measured(data)
     ladder = rows[rows.optimization.isin(LADDER_OPTIMIZATIONS) & rows.wall_ms.notna()]
