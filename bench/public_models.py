@@ -1,24 +1,12 @@
-"""Run the ladder on public models, which are built from their configurations without any download.
-
-    python bench/public_models.py --runs runs/public                  every model
-    python bench/public_models.py --runs runs/public llama vit        some models
-    python bench/public_models.py --runs runs/public --check          only small versions of the models, on the CPU
-    python bench/public_models.py --runs runs/public --summary        only a summary of the runs in the folder
-
-The script needs transformers and torchvision, and skips the models of a package that isn't installed. A model
-takes four to five minutes on an H100, most of which is compilation. Each function here that builds a model also
-works with ``stepscope ladder``:
+"""Functions that build public models and their batches from configurations, without any download.
 
     stepscope ladder bench/public_models.py:llama -p batch=4
+
+Most models need transformers, and a few need torchvision. ``python -m bench.public_ladder`` measures all of them.
 """
 
-import argparse
-import inspect
-import subprocess
-import sys
+import random
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -384,6 +372,34 @@ def lstm(batch: int = 32, length: int = 256, width: int = 1024, layers: int = 2)
     return Recurrent(width, layers, 10_000), {"input_ids": ids, "labels": ids}, token_loss
 
 
+# Steps that do different work
+
+
+class TokenDropping(nn.Module):
+    """A vision transformer that trains on a random number of patches, and predicts the class from their mean."""
+
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, stride=16)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)  # (batch, patches, width)
+        kept = random.randint(x.shape[1] // 2, x.shape[1])
+        x = x[:, torch.randperm(x.shape[1], device=x.device)[:kept]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def token_dropping(batch: int = 64, size: int = 224, width: int = 384, layers: int = 6) -> Built:
+    return torchvision_classifier(TokenDropping(width, layers), batch, size)
+
+
 # The kind of each model, and the package that it needs.
 MODELS: dict[Callable[..., Built], tuple[str, str]] = {
     llama: ("language model", "transformers"),
@@ -410,72 +426,5 @@ MODELS: dict[Callable[..., Built], tuple[str, str]] = {
     wav2vec2: ("speech", "transformers"),
     mamba: ("state space model", "transformers"),
     lstm: ("recurrent network", "torch"),
+    token_dropping: ("vision transformer", "torch"),
 }
-
-
-# Arguments that make a model small enough to check it on a CPU.
-SMALL = {"batch": 2, "length": 16, "layers": 1, "frames": 200, "samples": 8000}
-
-
-def check(build: Callable[..., Built]) -> str:
-    """Build a small version of a model on the CPU, and run forward and backward; describe its loss and size."""
-    names = inspect.signature(build).parameters
-    model, batch, *loss = build(**{name: value for name, value in SMALL.items() if name in names})
-    inputs = {name: value for name, value in batch.items() if name != "labels" or not loss}
-    output = model(**inputs)
-    value = loss[0](output, batch) if loss else output.loss
-    value.backward()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"loss {value.item():.3f}, {parameters / 1e6:,.0f} million parameters in the small version"
-
-
-def summarize(runs: Path) -> None:
-    """Print a summary of each model's run: its speedup, and the rows that have neither a number nor a reason."""
-    from stepscope.report.load import load
-
-    tables = load(runs)
-    for model, steps in tables["your_model.steps"].groupby("model", sort=False):
-        timed = steps.dropna(subset=["wall_ms"])
-        unexplained = steps[steps["wall_ms"].isna() & (steps["reason"] == "")]
-        graph = steps[steps["optimization"] == "cuda_graph"].iloc[0]
-        best = timed.loc[timed["wall_ms"].idxmin()]
-        print(
-            f"{model}: {timed['wall_ms'].iloc[0]:.1f} ms become {best['wall_ms']:.2f} ms with {best['stack']};"
-            f" CUDA graph: {graph['status']} {graph['reason']}; rows without a number or a reason:"
-            f" {[*unexplained['optimization']]}"
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", help="models to run (default: all)")
-    parser.add_argument("--runs", type=Path, required=True, help="folder of runs")
-    parser.add_argument("--check", action="store_true", help="only check small versions of the models")
-    parser.add_argument("--summary", action="store_true", help="only print a summary of the runs")
-    options = parser.parse_args()
-    if options.summary:
-        summarize(options.runs)
-        return
-    for build, (kind, package) in MODELS.items():
-        name = build.__name__
-        if options.names and name not in options.names:
-            continue
-        if find_spec(package) is None:
-            print(f"{name}: skipped, because {package} is not installed")
-        elif options.check:
-            try:
-                print(f"{name} ({kind}): {check(build)}", flush=True)
-            except Exception as error:  # noqa: BLE001  go on to check the other models
-                print(f"{name} ({kind}): FAILED, {type(error).__name__}: {error}"[:300], flush=True)
-        else:
-            model = f"{Path(__file__).resolve()}:{name}"
-            command = [sys.executable, "-m", "stepscope.cli", "ladder", model, "--runs", str(options.runs)]
-            subprocess.run(command, check=False)
-    if not options.check:
-        summarize(options.runs)
-
-
-if __name__ == "__main__":
-    main()

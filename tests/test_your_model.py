@@ -218,6 +218,32 @@ def test_examine_finds_the_synchronizing_line_and_counts_flops(tmp_path):
     assert facts["parameters"] == 2 * (8 * 8 + 8) + 9
 
 
+VARYING = """
+import random
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.dropout = nn.Dropout(0.5)
+        self.draws = iter(random.sample(range(1, 9), 8))
+
+    def forward(self, x):
+        length = %s
+        return self.dropout(self.linear(x[:length])).sum()
+
+def build():
+    return Model(), {"x": torch.ones(9, 2)}
+"""
+
+
+@pytest.mark.parametrize(("length", "line"), [("next(self.draws)", "mine.py:15"), ("4", "")])
+def test_examine_finds_the_line_whose_shapes_change_between_steps(write, length, line):
+    subject = make_subject(write(HEAD + VARYING % length), {}, "cpu", 0)
+    subject.load(0)
+    assert examine(subject)["varying"] == line
+
+
 @pytest.mark.parametrize("options", [{}, {"proj_size": 4}, {"bias": False}])
 def test_lstm_flops_equal_the_flops_of_its_matmuls(options):
     model = nn.LSTM(8, 16, num_layers=2, bidirectional=True, batch_first=True, **options)
@@ -564,6 +590,15 @@ def test_cuda_graph_failure_names_the_line_that_synchronizes(simulated, monkeypa
     made, _ = simulated({"fp32": first, "cuda_graph": graph})
     reason = made.steps.set_index("optimization").loc["cuda_graph", "reason"]
     assert reason == "uncompiled, router.py:15 reads a number from the device; operation not permitted"
+
+
+def test_cuda_graph_is_not_tried_if_steps_do_different_work(simulated):
+    first = outcome("fp32", 100.0)
+    first.facts = {"varying": "crop.py:12"}
+    made, stacks = simulated({"fp32": first, "cuda_graph": outcome("cuda_graph", 10.0)})
+    row = made.steps.set_index("optimization").loc["cuda_graph"]
+    assert "cuda_graph" not in stacks
+    assert row["status"] == "unsupported" and row["reason"].startswith("crop.py:12 does other work")
 
 
 # -- time by module -------------------------------------------------------------------------------------------

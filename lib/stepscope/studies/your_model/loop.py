@@ -95,10 +95,7 @@ class Ladder:
             needed = [NEEDS[name]] if name in NEEDS else []
             more = [other for other in needed if other in self.outcomes and other not in kept]
             stack = (*kept, *more, name)
-            try:
-                outcome = self.call(measure_row, name, stack)
-            except StepscopeError as error:
-                outcome = Outcome({"status": "failed", "reason": str(error)})
+            outcome = self.outcome_of(name, stack)
             is_timed = "wall_ms" in outcome.row  # a row can have times even if profiling failed
             reason = why_dropped(outcome, before) if is_timed else outcome.row["reason"]
             if not reason and duration_ms(outcome) > duration_ms(best):
@@ -110,6 +107,18 @@ class Ladder:
                 self.kept = stack
             self.keep(outcome, name, stack, best, reason)
         return best
+
+    def outcome_of(self, name: str, stack: tuple[str, ...]) -> Outcome:
+        facts = self.outcomes[FP32].facts or {}
+        if name == "cuda_graph" and facts.get("varying"):
+            reason = (
+                f"{facts['varying']} does other work in each step, and a CUDA graph would repeat one step"
+            )
+            return Outcome({"status": "unsupported", "reason": reason})
+        try:
+            return self.call(measure_row, name, stack)
+        except StepscopeError as error:
+            return Outcome({"status": "failed", "reason": str(error)})
 
     def keep(
         self, outcome: Outcome, name: str, stack: tuple[str, ...], best: Outcome, reason: str = ""
