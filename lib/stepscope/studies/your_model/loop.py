@@ -98,11 +98,11 @@ class Ladder:
             outcome = self.outcome_of(name, stack)
             is_timed = "wall_ms" in outcome.row  # a row can have times even if profiling failed
             reason = why_dropped(outcome, before) if is_timed else outcome.row["reason"]
-            if not reason and duration_ms(outcome) > duration_ms(best):
-                reason = "it helps, but its alternative is faster"
-            elif not reason:
-                if best is not before:
-                    best.row |= {"kept": "no", "reason": "it helps, but its alternative is faster"}
+            if not reason and best is not before:
+                slower = outcome if duration_ms(outcome) > duration_ms(best) else best
+                slower.row |= {"kept": "no", "reason": "it helps, but its alternative is faster"}
+                reason = slower.row["reason"] if slower is outcome else ""
+            if not reason:
                 best = outcome
                 self.kept = stack
             self.keep(outcome, name, stack, best, reason)
@@ -194,7 +194,9 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
     """
     speedup = before.get("wall_min_ms", math.nan) / row.get("wall_min_ms", math.nan)
     gpu_speedup = before.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
-    is_faster = speedup > 1 + MIN_LAUNCH_BOUND_GAIN
+    # A step that isn't launch-bound, such as a CUDA graph, has a reproducible time.
+    min_speedup = 1 + MIN_LAUNCH_BOUND_GAIN if is_launch_bound(row) else MIN_SPEEDUP_POWER_LIMITED
+    is_faster = speedup > min_speedup
     saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
     if is_faster or saves_gpu_time or math.isnan(speedup):
         return ""
