@@ -574,6 +574,15 @@ def test_gradients_after_training_are_compared_when_fp8_is_measured(
     assert [errors[name, 1] for name in names] == [None] * 3
 
 
+def test_peak_rates_below_the_sustained_rate_are_measured_again(config, monkeypatch):
+    peaks = [400.0, 700.0, 800.0]
+    monkeypatch.setattr("stepscope.measure.ceilings", lambda device: {"matmul_bf16": peaks.pop(0)})
+    monkeypatch.setattr(bounds, "sustained_matmul_rate", lambda device: {"sustained_tflops": 650.0})
+    ladder = ladder_of(config, other_model)
+    ladder.measure_limits()
+    assert ladder.ceilings["matmul_bf16"] == 700.0
+
+
 @pytest.mark.parametrize("precision, sheet_tflops", [("fp32", 50.0), ("bf16", 1000.0)])
 def test_utilization_is_relative_to_the_rate_and_clock_of_the_data_sheet(
     config, monkeypatch, precision, sheet_tflops

@@ -125,6 +125,8 @@ def test_report_renders_a_partial_folder_completely(reports, name):
         assert finding.replace("**", "").partition(":")[0][:40].split("_")[0] in text
     assert not re.search(r"\bnan\b|\bNone\b|NaT", text)
     assert "\0" not in text and "{{" not in text
+    page = report.texts["report.html"]
+    assert page.count("<img ") == text.count("![") and 'svg+xml,"' not in page
 
 
 def test_each_sweep_axis_gets_a_column(reports):

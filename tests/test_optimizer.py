@@ -125,6 +125,13 @@ def test_table_lists_gradient_addresses_and_rejects_unreadable_gradients(tabled)
             tabled._table(tabled._gradients(), False)
 
 
+def test_weights_of_recurrent_layers_stay_fp32():
+    model = nn.ModuleDict({"lstm": nn.LSTM(4, 4), "head": nn.Linear(4, 4)})
+    MasterAdamW(model)
+    assert {weight.dtype for weight in model["lstm"].parameters()} == {torch.float32}
+    assert model["head"].weight.dtype == torch.bfloat16
+
+
 def test_weights_keep_their_memory_format():
     weights = [torch.randn(4, 6, 3, 3), torch.randn(1, 6, 3, 3), torch.randn(4, 6, 1, 1), torch.randn(4, 6)]
     gradients = [torch.randn_like(weight).bfloat16() for weight in weights]

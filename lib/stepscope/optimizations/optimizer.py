@@ -15,7 +15,7 @@ casts each of them to bf16 (torch's autocast weight cache keeps the copy until t
 pass casts each gradient to fp32. With MasterAdamW, the model's matrices and their gradients *are* bf16. One kernel
 reads the gradients, updates the fp32 masters and the moments, and writes the bf16 weights, so a step has no casts.
 Vectors (norm weights and biases) stay fp32, and are their own masters. Weights with more than two dimensions
-(convolutions, experts) become bf16 like matrices.
+(convolutions, experts) become bf16 like matrices. The weights of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` stay fp32.
 
 **The formula** (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2), for gradient g at step t:
 
@@ -119,8 +119,9 @@ class MasterAdamW(torch.optim.Optimizer):
 
     Args:
         params: a model on its device, or anything that torch's optimizers accept: parameters, named parameters,
-            or groups. Parameters with two or more dimensions become bf16; those that don't require a gradient
-            are not changed. Create the optimizer before DistributedDataParallel wraps the model.
+            or groups. Parameters with two or more dimensions become bf16, except for those of a model's recurrent
+            layers; those that don't require a gradient are not changed. Create the optimizer before
+            DistributedDataParallel wraps the model.
         lr: the learning rate. Each group's ``"lr"`` is a tensor, (), on the parameters' device; write it in
             place, as torch's schedulers do. If you assign a number instead, only eager steps use it. If you
             pass a tensor, the groups keep it, and you can write to it.
@@ -150,7 +151,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.frozen: list[Tensor] = []  # parameters that didn't require a gradient
         modules: Iterable[nn.Module] = ()
         if isinstance(params, nn.Module):
-            modules = params.modules()
+            modules = [*params.modules()]
             params = params.named_parameters()
         defaults = {
             "lr": lr,
@@ -175,7 +176,9 @@ class MasterAdamW(torch.optim.Optimizer):
         self.device = self.parameters[0].device
         guards.check_parameters(self.named)
         self._make_scalars()
-        self._make_buffers()
+        # cuDNN needs all weights of a recurrent layer in one dtype, and its biases stay fp32.
+        layers = [module for module in modules if isinstance(module, nn.RNNBase)]
+        self._make_buffers({parameter for layer in layers for parameter in layer.parameters()})
         self.reset()
         if self.device.type == "cuda":
             self._make_tables()
@@ -183,7 +186,7 @@ class MasterAdamW(torch.optim.Optimizer):
         for module in modules:
             module.register_load_state_dict_post_hook(TakeWeights(self))
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, kept_in_fp32: set[Tensor]) -> None:
         """Create the flat buffers. The parameters, and the moments in ``state``, become views of them."""
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
@@ -205,7 +208,8 @@ class MasterAdamW(torch.optim.Optimizer):
         self.scales, self.largest = torch.ones(2, num_parameters, device=device, dtype=torch.float32)
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter)
-            buffer = self.low if parameter.dim() > 1 else self.master
+            becomes_bf16 = parameter.dim() > 1 and parameter not in kept_in_fp32
+            buffer = self.low if becomes_bf16 else self.master
             new_storage = torch.from_dlpack(self._flat(buffer, index))  # over the same memory
             parameter.data = new_storage.as_strided(parameter.shape, self.strides[index])
             state = {

@@ -169,7 +169,7 @@ class _Writer:
         if token.type == "link_open":
             token.attrs = {"href": self._href(str(token.attrGet("href") or ""), folder)}
         elif token.type == "image":
-            name = re.fullmatch(r"(?:\.\./)?figures/(\w+)\.svg", str(token.attrGet("src")))
+            name = re.fullmatch(r"(?:\.\./)?figures/([\w-]+)\.svg", str(token.attrGet("src")))
             drawn = self.figures.get(name[1], "") if name else ""
             points = [re.search(rf'<svg[^>]* {side}="([\d.]+)pt"', drawn) for side in ("width", "height")]
             width, height = (round(float(match[1]) * 4 / 3) if match else 0 for match in points)
