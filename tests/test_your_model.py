@@ -431,6 +431,16 @@ def test_numerics_check_without_dropout_leaves_nothing_to_compile_in_timed_steps
     assert outcome.row["compile_s"] > 0
 
 
+def test_inconsistent_profile_is_discarded_but_the_time_is_kept(measured, monkeypatch):
+    monkeypatch.setattr(
+        RowLoop, "repeat_impossible", lambda loop: loop.cases[0].row.update(inconsistent="10 ms")
+    )
+    _, outcome = measured("self.a(x)", "bf16")
+    assert outcome.row["status"] == "ok" and outcome.row["wall_ms"] > 0
+    assert outcome.row["reason"] == "not profiled: 10 ms" and outcome.row["inconsistent"] == ""
+    assert "gpu_ms" not in outcome.row and outcome.kernels is None
+
+
 @pytest.mark.parametrize(
     "draw", ["[random.random() for _ in range({})]", "np.random.rand({})", "torch.rand({})"]
 )
@@ -747,15 +757,19 @@ def test_notebook_measures_a_convolutional_network_and_an_edited_file_is_a_new_r
 
 
 @pytest.mark.parametrize(
-    ("gpu_ms", "wall_min_ms", "is_kept"),
+    ("gpu_ms", "wall_min_ms", "busy", "is_kept"),
     [
-        (20, 42, True),  # the GPU time is halved, so a later CUDA graph will be faster
-        (40, 39, False),  # the difference is within the noise of launch-bound steps
-        (40, 30, True),
-        (20, 60, False),
+        (20, 42, 0.5, True),  # the GPU time is halved, so a later CUDA graph will be faster
+        (38, 35, 0.5, False),  # the difference is within the noise of launch-bound steps
+        (38, 35, 0.99, True),  # this step isn't launch-bound, so its time is reproducible
+        (40, 30, 0.5, True),
+        (20, 60, 0.5, False),
     ],
 )
-def test_launch_bound_step_is_kept_if_it_saves_gpu_time_or_is_clearly_faster(gpu_ms, wall_min_ms, is_kept):
+def test_launch_bound_step_is_kept_if_it_saves_gpu_time_or_is_clearly_faster(
+    gpu_ms, wall_min_ms, busy, is_kept
+):
     before = {"wall_ms": 40.5, "wall_min_ms": 40.0, "gpu_ms": 38.0}
     row = {"wall_ms": wall_min_ms + 1, "wall_min_ms": wall_min_ms, "gpu_ms": gpu_ms}
+    row |= {"busy": busy, "enqueue_ms": 50.0}
     assert (why_dropped_launch_bound(row, before) == "") == is_kept

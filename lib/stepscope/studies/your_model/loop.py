@@ -200,8 +200,10 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
     saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
     if is_faster or saves_gpu_time or math.isnan(speedup):
         return ""
+    if speedup < 1 / (1 + MIN_LAUNCH_BOUND_GAIN):
+        return f"slower: {number(speedup, 'x')} the speed of the last kept step"
     faster = f"no faster: {number(speedup, 'x')} the speed of the last kept step"
-    return f"{faster}, and one of the two waits for its launches"
+    return f"{faster}, which is within the noise of launch-bound steps"
 
 
 def why_dropped(outcome: Outcome, before: Outcome) -> str:
