@@ -1,4 +1,4 @@
-"""Test the comparison of the committed writeup with its records."""
+"""Test ``stepscope check``, which compares the committed writeup with its records."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Test documents that print views: lookups, filters, errors with line numbers, and sentences no longer true."""
+"""Test templates that print views: lookups, filters, errors with line numbers, and sentences that are false."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def view() -> pd.DataFrame:
 
 @pytest.fixture
 def rendered(tmp_path, view):
-    """Return a function that renders a template with the view ``times`` and returns the text or error."""
+    """Return a function that renders a template over the view ``times`` and returns its text or its error."""
 
     def render(text: str, **names: object) -> str:
         folder = tmp_path / "writeup"
@@ -122,7 +122,7 @@ def test_table_rejects_views_without_rows(view):
 
 
 def test_column_takes_precedence_over_a_pandas_attribute(rendered):
-    """Without this rule, ``row.size`` would silently be the number 5, and ``row.mode`` would be a method."""
+    """Otherwise, ``row.size`` would silently be the number of columns, and ``row.mode`` would be a method."""
     text = (
         '{% set step = row(times, size="large") %}{{ step.size }}, {{ step.mode }}; {{ times.size|listed }}'
     )
