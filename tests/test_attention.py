@@ -364,7 +364,7 @@ def test_interrupted_measurement_keeps_completed_checks(calls):
 # -- changes that the notebook suggests --------------------------------------------------------------------------------
 
 
-def test_differentiating_the_maximum_of_the_scores_saves_an_extra_matrix(tmp_path, calls):
+def test_differentiating_the_score_maximum_stores_an_extra_matrix(tmp_path, calls):
     notebook = edited("attention", tmp_path, "scores.detach()", "scores")
     fields = {"context_lengths": [64], "implementations": ["naive"]}
     after = run_cells(notebook, **SMALL | fields)["results"]
@@ -435,7 +435,7 @@ def test_formula_predicts_gpu_peak_memory(cell):
 
 
 @pytest.mark.parametrize("name, squares", [("flash", 0), ("naive", 2)])
-def test_flash_saves_one_number_per_query_and_naive_also_saves_two_matrices(name, squares, calls):
+def test_flash_stores_one_number_per_query_and_naive_also_stores_two_matrices(name, squares, calls):
     inputs = Inputs(small(), 256)
     memory_bytes = measure.pass_memory(
         calls["prepare"](name, inputs),

@@ -57,7 +57,7 @@ def test_fused_adamw_moves_the_peak_back_to_backward():
     assert [top.phase for top in peaks] == ["backward"] * 2
 
 
-def test_fused_attention_saves_no_scores():
+def test_fused_attention_stores_no_scores():
     naive, fused = memory()[0], memory(attention="sdpa")[0]
     assert "attention.softmax" in naive.index and "attention.softmax" not in fused.index
 

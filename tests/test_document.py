@@ -65,7 +65,7 @@ def test_rows_match_the_lookup_values(view):
         ),
     ],
 )
-def test_lookup_without_rows_names_the_known_values(view, values, words):
+def test_lookup_error_lists_the_known_values(view, values, words):
     with pytest.raises(LookupError) as error:
         rows(view, **values)
     assert str(error.value) == words
@@ -78,7 +78,7 @@ def test_row_rejects_several_matching_rows(view):
         row(view, mode="step")
 
 
-def test_wide_table_keeps_the_views_order(view):
+def test_wide_table_keeps_the_order_of_the_view(view):
     turned = wide(view, "mode", "size", "wall_ms")
     assert [*turned.columns] == ["small", "large"] and [*turned.index] == ["forward", "step"]
     assert turned.loc["step", "large"] == 300.0

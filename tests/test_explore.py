@@ -22,7 +22,7 @@ def no_tables(monkeypatch):
     monkeypatch.setattr("stepscope.report.load.load", lambda runs, quiet: {})
 
 
-def test_explore_measures_both_configurations(no_tables):
+def test_explore_notebook_measures_both_configurations(no_tables):
     explored = run_cells("explore", device="cpu")
     walls = {
         name: rows.loc[(rows["phase"] == "total") & ~rows["warmup"], "wall_ms"]
@@ -44,7 +44,7 @@ def test_explore_measures_both_configurations(no_tables):
         assert shown["overlap"] == (max(quicker) >= min(slower))
 
 
-def test_explore_compares_reference_fp32_baselines_by_context_length(monkeypatch):
+def test_explore_notebook_compares_reference_fp32_baselines_by_context_length(monkeypatch):
     """AdamW's share decreases with context length only for ``small``.
 
     ``medium`` and ``xl`` keep the GPU busier at their longest context length than at their shortest.
@@ -161,7 +161,7 @@ def test_sweep_without_context_lengths_shows_a_bar_for_each_configuration(tmp_pa
     assert labels == {"naive, foreach", "naive, fused", "sdpa, fused"}
 
 
-def test_explore_shows_the_ladder_with_the_slowest_step():
+def test_explore_notebook_shows_the_ladder_with_the_slowest_step():
     rows = [
         (size, context, change, wall)
         for size, context, least in (("small", 512, 5.0), ("2.7B", 512, 90.0), ("2.7B", 128, 9.0))
@@ -201,7 +201,7 @@ def test_fused_optimizer_runs_fewer_operations_and_samples_cover_every_phase(tmp
         assert {*samples["phase"]} == {"forward", "loss", "backward", "optimizer", "total"}
 
 
-def test_explore_compares_batch_sizes(tmp_path, no_tables):
+def test_explore_notebook_compares_batch_sizes(tmp_path, no_tables):
     names = compared(tmp_path, FIELDS, '[{"batch_size": 4}, {"batch_size": 8}]')
     assert names["both"]["configuration"].tolist() == ["batch_size 4", "batch_size 8"]
     assert [config.batch_size for config in names["configs"]] == [4, 8]

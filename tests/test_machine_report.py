@@ -184,7 +184,7 @@ def test_cpu_and_gpu_runs_in_one_folder_get_separate_parts(reports):
         assert len(times) == 1
 
 
-def test_failed_inconsistent_and_unreadable_runs_are_named(tmp_path):
+def test_failed_inconsistent_and_unreadable_runs_are_listed(tmp_path):
     runs = copy_runs(tmp_path / "runs", *FOLDERS["benchmark, two axes"])
     unreadable, failed, inconsistent, _ = sorted((runs / "benchmark").iterdir())
     (unreadable / "times.parquet").write_bytes(b"nothing")

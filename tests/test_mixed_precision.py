@@ -272,7 +272,7 @@ def test_notebook_step_trains_identically_to_the_library_step(precision, optimiz
         (np.nan, "50.0 ms."),
     ],
 )
-def test_finding_names_the_bound_when_gpu_time_is_known(gpu_ms, end):
+def test_finding_states_the_bound_when_gpu_time_is_known(gpu_ms, end):
     row = {"precision": "bf16", "mode": "step", "phase": TOTAL, "status": "ok", "wall_ms": 50.0}
     times = pd.DataFrame([row | {"enqueue_ms": 48.0, "gpu_ms": gpu_ms, "busy": gpu_ms / 50}])
     assert tables.reading(times, "cuda") == f"In bf16, a full step takes {end}"

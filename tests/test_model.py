@@ -85,7 +85,7 @@ def test_parameter_formulas_match_the_model_for_every_size(size):
     assert formula_mismatch(model, config) == ""
 
 
-def test_formula_mismatch_names_changed_parameters():
+def test_formula_mismatch_lists_the_changed_parameters():
     config = step_config(size="nano", context_length=8)
     with torch.device("meta"):
         gelu, tied, wider = (TransformerLM(config) for _ in range(3))

@@ -150,7 +150,7 @@ def test_weights_keep_their_memory_format():
 
 
 @pytest.mark.parametrize("shape", [(96, 128), (128, 96)])
-def test_fp8_weights_reject_sides_that_are_not_multiples_of_64(tabled, shape):
+def test_fp8_weights_reject_dimensions_that_are_not_multiples_of_64(tabled, shape):
     tabled.shapes[0] = torch.Size(shape)
     with pytest.raises(ValueError, match="multiples of 64"):
         tabled._tiles(0)

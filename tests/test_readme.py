@@ -166,7 +166,7 @@ def test_documented_sweep_files_are_valid(document, place):
 
 
 @pytest.mark.slow
-def test_custom_sweep_measures_and_renders_a_report(do, place):
+def test_custom_sweep_is_measured_and_rendered(do, place):
     do("stepscope sweep mine.yaml --runs runs/mine")
     do("stepscope render --runs runs/mine")
     swept = place / "runs" / "mine"
@@ -175,12 +175,12 @@ def test_custom_sweep_measures_and_renders_a_report(do, place):
     assert (swept / "report.html").is_file()
 
 
-def test_fit_names_the_sizes_that_fit(do):
+def test_fit_command_lists_the_sizes_that_fit(do):
     output = do("stepscope fit --memory 80")
     assert "80" in output and all(size in output for size in ("small", "medium", "large", "xl", "2.7B"))
 
 
-def test_profile_summarizes_a_capture_with_advice(do):
+def test_profile_command_prints_a_summary_and_advice(do):
     output = do("stepscope profile FILE", FILE=str(PACKAGE / "captures" / "example.sqlite.gz"))
     assert re.search("^step on GPU", output, re.MULTILINE) and re.search("^to do", output, re.MULTILINE)
 

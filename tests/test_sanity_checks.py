@@ -173,7 +173,7 @@ def test_step_is_launch_bound_when_the_gpu_waits_for_a_slower_host(busy, enqueue
 # Reports
 
 
-def test_inconsistent_rows_names_the_rows():
+def test_inconsistent_rows_describes_each_row():
     table = pd.DataFrame({"mode": ["step", "forward"], "precision": "bf16", "phase": TOTAL, "wall_ms": 9.0})
     tables = {"times": table.assign(inconsistent=["too long", ""]), "other": table}
     assert inconsistent_rows(tables) == "bf16 step total: too long"
