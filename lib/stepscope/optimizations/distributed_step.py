@@ -1,10 +1,10 @@
-"""One training step on all GPUs of a machine, with several ways to share the work.
+"""One training step on all GPUs of a machine, with several strategies for sharing the work.
 
     torchrun --nproc_per_node=2 distributed_step.py --strategy ddp_graph
 
-trains the model of `fast_step.py`, which must be in the same folder, on random tokens, and prints the
-milliseconds per step. `--batch` is the batch size of each rank, so n GPUs train on n times as many tokens. Each
-strategy is a function below; `--strategy` takes its name. Without a GPU, the processes communicate through gloo.
+This command trains the model of `fast_step.py` on random tokens, and prints the milliseconds per step. Both files
+must be in the same folder. `--batch` is the batch size of each rank, so n GPUs train on n times as many tokens.
+Each strategy is a function below, and `--strategy` takes its name. On a CPU, the ranks communicate through gloo.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One collective of a step: its kind, and the number of elements and the dtype of its larger side."""
+    """One collective of a step: its kind, and the number of elements and dtype of its larger buffer."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter or broadcast
     elements: int
@@ -109,7 +109,7 @@ def naive(model: nn.Module, batch: Batch) -> Distributed:
 
 
 def flat(model: nn.Module, batch: Batch) -> Distributed:
-    """Copy all gradients into one buffer after backward, and average it in one all-reduce."""
+    """Copy all gradients into one buffer after backward, and average them with one all-reduce."""
     parameters = list(model.parameters())
 
     def average_gradients() -> None:
@@ -125,7 +125,7 @@ def flat(model: nn.Module, batch: Batch) -> Distributed:
 
 
 def overlapped(model: nn.Module, batch: Batch) -> Distributed:
-    """Start each parameter's all-reduce when backward has its gradient; wait for all before the optimizer runs."""
+    """Start a gradient's all-reduce as soon as backward has computed it; wait for all before the optimizer."""
     parameters = list(model.parameters())
     works = []
 
@@ -156,12 +156,12 @@ def ddp(
 ) -> Distributed:
     """Let PyTorch's DDP all-reduce buckets of gradients during backward.
 
-    If `communicate` is False, the buckets are filled and copied back but not sent, which serves as a control.
-
     Args:
-        bucket_mib: the size of a bucket; None for DDP's default, in which the first bucket is 1 MiB.
+        bucket_mib: the size of a bucket in MiB; None selects DDP's default, whose first bucket is 1 MiB.
+        bf16_gradients: all-reduce the gradients in bf16.
+        communicate: if False, fill the buckets and copy them back without all-reducing them, as a control.
     """
-    # otherwise torch.compile would split each block at the buckets' ends
+    # otherwise, torch.compile would split each block at bucket boundaries
     torch._dynamo.config.optimize_ddp = False
     replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
     replica.broadcast_buffers = False  # the buffers never change
@@ -183,7 +183,7 @@ def ddp(
 
 
 def zero1(model: nn.Module, batch: Batch) -> Distributed:
-    """Shard the optimizer's moments; each rank updates its share of the parameters, then broadcasts the share."""
+    """Shard the optimizer's moments; each rank updates its share of the parameters, and then broadcasts it."""
 
     def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
         on_gpu = next(model.parameters()).is_cuda
@@ -223,7 +223,7 @@ def fsdp(
         reshard: free the gathered weights after forward, and gather them again for backward.
         bf16_reduction: reduce the gradients in bf16.
         separate_group: reduce gradients on a separate communicator.
-        communicate: if False, shard over a single rank. This control has FSDP's bookkeeping but no communication.
+        communicate: if False, shard over a single rank, as a control with FSDP's overhead but no communication.
     """
     device = batch.tokens.device.type
     ranks = dist.get_world_size()
@@ -241,7 +241,7 @@ def fsdp(
     number_outside = sum(parameter.numel() for parameter in outside)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # with None the root's weights stay gathered until backward
+    # with None, the root's weights stay gathered until backward
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
     if separate_group:
         reduce_scatter = ReduceScatter(dist.new_group())
@@ -262,7 +262,7 @@ def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: in
     """Capture a strategy's step, including its communication, as one CUDA graph.
 
     Args:
-        make: a function that applies the strategy; DDP must be built on the stream of the capture.
+        make: a function that applies the strategy. It is called on the capture's stream, where DDP must be built.
         warmup_steps: the number of steps before the capture; DDP needs 11.
     """
     side = torch.cuda.Stream()
@@ -312,7 +312,7 @@ def communication_only(messages: list[Message], device: torch.device) -> Callabl
     """Return a step that only communicates, as a control.
 
     Args:
-        messages: the collectives, as another strategy's `messages` returns them.
+        messages: the collectives to run, as returned by another strategy's `messages`.
     """
     world_size = dist.get_world_size()
     largest = max(message.bytes for message in messages)
@@ -320,7 +320,7 @@ def communication_only(messages: list[Message], device: torch.device) -> Callabl
     shard = torch.zeros(-(-largest // world_size) + 8, dtype=torch.uint8, device=device)
 
     def start(message: Message) -> dist.Work:
-        elements = message.elements // world_size  # of a shard
+        elements = message.elements // world_size  # elements of a shard
         tensor = whole[: message.bytes].view(message.dtype)
         part = shard[: elements * message.dtype.itemsize].view(message.dtype)
         tensor_of_shards = tensor[: elements * world_size]
@@ -362,7 +362,7 @@ def start_process_group() -> torch.device:
     """Join the other ranks that torchrun started, and return this rank's device."""
     os.environ.setdefault(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-    )  # otherwise, the error handling's queries would break the capture of a CUDA graph
+    )  # otherwise, the error handler's queries would break the capture of a CUDA graph
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -404,7 +404,7 @@ def main(arguments: list[str] | None = None) -> None:
         batch = Batch(*torch.randint(options.vocabulary, (2, options.batch, options.context)))
     compile_blocks(model)
     step = STRATEGIES[options.strategy](model, batch).step
-    for _ in range(12):  # the first steps compile, and DDP arranges its buckets
+    for _ in range(12):  # warm up: the first steps compile, and DDP rebuilds its buckets
         step()
     dist.barrier()
     start = default_timer()
