@@ -3,7 +3,7 @@
     python -m bench.profiler_cost
 
 Each step runs naive attention at one context length. The profiler slows down the kernels themselves if, at the
-same SM clock, the wall time is longer with the profiler and the total kernel time exceeds the unprofiled wall time.
+same SM clock, its wall time is longer and its total kernel time exceeds the wall time without the profiler.
 """
 
 from collections.abc import Callable

@@ -48,9 +48,8 @@ def run_cells(
     for number, cell in enumerate(code_cells(path), 1):
         if until is not None and until in cell.source:
             return names
-        place = (
-            f"{path.name}, code cell {number}"  # inspect finds a cell's source here, as in a Jupyter kernel
-        )
+        # inspect finds a cell's source under this name, as in a Jupyter kernel
+        place = f"{path.name}, code cell {number}"
         linecache.cache[place] = (len(cell.source), None, cell.source.splitlines(keepends=True), place)
         exec(compile(cell.source, place, "exec"), names)
         if "parameters" in cell.tags:

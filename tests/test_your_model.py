@@ -572,9 +572,8 @@ def test_optimization_that_does_nothing_or_breaks_the_loss_is_not_kept():
     broken = outcome("bf16", 10.0, loss_error=math.nan)
     assert "it changes nothing" in why_dropped(same, before)
     assert why_dropped(broken, before) == "its loss isn't finite"
-    assert not why_dropped(
-        same, outcome("fp32", status="oom")
-    )  # fp32 doesn't fit, so any step that fits is an improvement
+    # if fp32 doesn't fit, any step that fits is an improvement
+    assert not why_dropped(same, outcome("fp32", status="oom"))
 
 
 def test_launch_bound_configurations_are_compared_by_their_fastest_step():
