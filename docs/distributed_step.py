@@ -360,9 +360,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 def start_process_group() -> torch.device:
     """Join the other ranks that torchrun started, and return this rank's device."""
-    os.environ.setdefault(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-    )  # otherwise, the error handler's queries would break the capture of a CUDA graph
+    # otherwise, the error handler's queries would break the capture of a CUDA graph
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
