@@ -147,7 +147,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def write_sweep(tmp_path):
-    """Return a function that writes a sweep file; it converts the content to YAML unless it gets a string."""
+    """Return a function that writes a sweep file; strings are written as they are, other content as YAML."""
 
     def write(content: object, name: str = "some.yaml") -> Path:
         path = tmp_path / name

@@ -105,7 +105,7 @@ def test_summary_gives_the_reason_when_no_mode_fits():
 
 
 def test_recorded_step_time_doubles_when_notebook_timer_is_doubled(tmp_path):
-    """Only the step's time is doubled, not the phases' times, so it is at least twice the sum of the phases."""
+    """The test doubles only the step's time, so this time is at least twice the sum of the phases' times."""
     clock = "wall_ms = (default_timer() - start) * 1e3"
     doubled = edited("benchmark", tmp_path, f"        {clock}", f"        {clock.replace('(', '2 * (', 1)}")
     times = run_cells(doubled, **QUICK)["results"].times

@@ -1,4 +1,4 @@
-"""Test that reports never render text from untrusted records as markup, and that no table prevents a report."""
+"""Test that reports never render text from untrusted records as markup, and that no table makes one fail."""
 
 import hashlib
 import json
