@@ -81,7 +81,7 @@ def test_repeated_steps_start_on_an_idle_device(gpu):
     [({}, 2), ({"at_least_s": 3.1}, 3), ({"until_enough": True}, 2)],
 )
 def test_time_steps_stops_after_enough_steps(gpu, options, timed_steps):
-    """A step takes 1.1 s, so the requested number of steps is enough. Phases don't count as steps."""
+    """A step takes 1.1 s, so the requested number of steps is enough, and phases don't count as steps."""
 
     def step(phase):
         for name in ("forward", "loss"):
@@ -209,7 +209,7 @@ def test_not_capturable_returns_a_reason(device, adamw, is_scaling, reason):
 
 
 def test_graph_keeps_tensors_read_by_its_step_alive(monkeypatch, gpu):
-    """The GPU reads tensors by address, so the GPU would read freed memory if Python freed a tensor."""
+    """A replay reads tensors by address, so it would read freed memory if Python had freed a tensor."""
     Graphs(monkeypatch, gpu)
 
     def capture():
@@ -328,7 +328,7 @@ def test_kernel_without_a_launch_raises_capture_error(read):
 
 
 def operations_of(rows):
-    """Return a table of operations; each row contains a step number, a start in ms and an end in ms."""
+    """Return a table of operations, given as rows of a step number, a start in ms and an end in ms."""
     return pd.DataFrame(rows, columns=["number", "start_ns", "end_ns"]) * [1, 10**6, 10**6]
 
 
@@ -355,7 +355,7 @@ def test_median_step_is_the_faster_of_the_two_middle_steps(steps, median):
 def test_launch_time_is_warm_enqueue_time_divided_by_the_launches_of_a_complete_step(monkeypatch, gpu):
     # the times of warm-up, timed and profiled steps, in this order
     enqueue_ms = iter([90, 80, 5, 5, 2, 5, 5, 9, *[5] * 4, *[70] * 3])
-    rows = [(0, 0, 1)] * 700 + [(1, 0, 1)] * 1000  # the profiler missed some of the first step's operations
+    rows = [(0, 0, 1)] * 700 + [(1, 0, 1)] * 1000  # step 0 lacks operations that the profiler missed
     profile = SimpleNamespace(operations=operations_of(rows), phases=lambda *_: nullcontext)
 
     def step(phases):
@@ -376,7 +376,7 @@ def test_launch_time_is_warm_enqueue_time_divided_by_the_launches_of_a_complete_
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("seconds", [0.45, 0.5, 0.57, 2.0])
 def test_mean_power_uses_intervals_between_energy_counter_updates(seconds, first):
-    """The energy counter is updated every 0.1 s, so the first reading may be out of date."""
+    """The energy counter is updated only every 0.1 s, so the first reading may be stale."""
     times = [index * 0.02 for index in range(round(seconds / 0.02) + 1)]
     readings = [Reading(t, 1800.0, 7e6 + 500 * 0.1 * math.floor(t / 0.1 + 1e-9)) for t in times]
     assert mean_power_w(readings[first:]) == pytest.approx(500)

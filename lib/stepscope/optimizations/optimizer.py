@@ -62,7 +62,7 @@ from stepscope.optimizations import adamw, fp8, guards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of a parameter's state
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
-# The scalars for parameters without a gradient, which make a step change nothing. In the kernel's order: kept,
+# The scalars for a parameter without a gradient, with which a step changes nothing. In the kernel's order: kept,
 # rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps.
 UNCHANGED = (1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
 
@@ -243,7 +243,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.decays, *betas = torch.zeros(3, num_parameters, device=device, dtype=torch.float64)
         self.betas = torch.stack(betas)
         self.scalars = torch.zeros(num_parameters, adamw.COLUMNS, device=device, dtype=torch.float32)
-        self.fixed: list[Any] = []  # the groups' other options, as last read
+        self.fixed: list[Any] = []  # the other options of each group, as last read
         for rate, group in zip(self.rates.unbind(), self.param_groups):
             lr = group["lr"]
             if not isinstance(lr, Tensor):
@@ -535,7 +535,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_rates(capturing)
         table = None
         if on_gpu:
-            for index in missing:  # these zeros must live until the launch
+            for index in missing:  # these zeros must stay alive until the launch
                 gradients[index] = torch.zeros_like(self.parameters[index])
             table = self._table(gradients, capturing)
         self.count.add_(1)
@@ -652,8 +652,8 @@ class MasterAdamW(torch.optim.Optimizer):
                     " address that is a multiple of 16 bytes"
                 )
         if capturing:
-            # The graph gets its own table and kernels that fill it with addresses from their arguments. A copy
-            # from the host would read host memory in every replay, so that memory would have to stay unchanged.
+            # The graph gets its own table, and kernels that fill it with addresses from their arguments. A copy
+            # from the host would read host memory in each replay, so this memory would have to stay unchanged.
             table = torch.full_like(self.table, 0)
             torch._foreach_add_(table.unbind(), addresses)
             return table

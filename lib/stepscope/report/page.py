@@ -154,7 +154,7 @@ class _Writer:
             if token.type == "heading_open":
                 words = anchor_of(tokens[place + 1].content)
                 token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
-            if align := token.attrGet("style"):  # the policy blocks inline styles
+            if align := token.attrGet("style"):  # the content security policy blocks inline styles
                 token.attrs = {"class": "right" if "right" in str(align) else "left"}
             if token.children:
                 token.children = [self._inline(child, folder) for child in token.children]

@@ -43,8 +43,8 @@ LIMIT_S, FIRST_LIMIT_S = 120, 240
 END_S = 20  # time limit for the ranks to end
 READERS = 8  # processes that read profiles; each needs up to a GiB
 MIN_GAP_NS = 2000  # shorter gaps are closed in the timeline
-# In a ring of n GPUs, each GPU sends this factor times (n - 1) / n times the bytes of the collective's larger
-# side.
+# In a ring of n GPUs, each GPU sends this factor times (n - 1) / n times the bytes of the collective's input or
+# output, whichever is larger.
 BUS_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 

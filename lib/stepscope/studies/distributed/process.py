@@ -347,7 +347,7 @@ def main(folder: Path, config: Config, names: list[str]) -> None:
             os._exit(1)
         release(rank.on_gpu)
     dist.barrier()
-    os._exit(0)  # at a normal exit, gloo may hang
+    os._exit(0)  # on a normal exit, gloo may hang
 
 
 if __name__ == "__main__":
