@@ -96,13 +96,6 @@ def _has_shape(state: dict[str, Any], key: str, shape: torch.Size) -> bool:
     return key in state and state[key].shape == shape
 
 
-def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor has these strides, except in dimensions of size 1, whose strides don't matter."""
-    if x.stride() == strides:
-        return True
-    return all(size == 1 or own == other for size, own, other in zip(x.shape, x.stride(), strides))
-
-
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights for a model whose matrices become bf16. One kernel updates all parameters.
 
@@ -176,9 +169,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.device = self.parameters[0].device
         guards.check_parameters(self.named)
         self._make_scalars()
-        # cuDNN needs all weights of a recurrent layer in one dtype, and its biases stay fp32.
-        layers = [module for module in modules if isinstance(module, nn.RNNBase)]
-        self._make_buffers({parameter for layer in layers for parameter in layer.parameters()})
+        self._make_buffers(guards.recurrent_weights(modules))
         self.reset()
         if self.device.type == "cuda":
             self._make_tables()
@@ -646,7 +637,7 @@ class MasterAdamW(torch.optim.Optimizer):
         """Return the table of gradient addresses; raise a RuntimeError if the kernel can't read a gradient."""
         addresses = [gradient.data_ptr() for gradient in gradients]
         for name, gradient, strides, address in zip(self.named, gradients, self.strides, addresses):
-            if not has_strides(gradient, strides) or address % 16:
+            if not guards.has_strides(gradient, strides) or address % 16:
                 raise RuntimeError(
                     f"{name}: the optimizer's kernel requires a gradient in the weight's memory format, at an"
                     " address that is a multiple of 16 bytes"
