@@ -1,4 +1,4 @@
-"""Build public models and their batches from configurations, without downloading anything.
+"""Functions that build public models and their batches from configurations, without any download.
 
     stepscope ladder bench/public_models.py:llama -p batch=4
 
@@ -26,7 +26,7 @@ def causal(model: nn.Module, vocabulary: int, batch: int, length: int) -> Built:
 
 
 def images(model: nn.Module, batch: int, size: int, **options: Any) -> Built:
-    """Return an image classifier from transformers, together with a random batch."""
+    """Return an image classifier from transformers with its batch."""
     return model, {
         "pixel_values": torch.randn(batch, 3, size, size),
         "labels": torch.randint(1000, (batch,)),
@@ -376,7 +376,7 @@ def lstm(batch: int = 32, length: int = 256, width: int = 1024, layers: int = 2)
 
 
 class TokenDropping(nn.Module):
-    """A vision transformer that trains on a random subset of patches and classifies their mean."""
+    """A vision transformer that trains on a random number of patches, and predicts the class from their mean."""
 
     def __init__(self, width: int, layers: int):
         super().__init__()
@@ -400,7 +400,7 @@ def token_dropping(batch: int = 64, size: int = 224, width: int = 384, layers: i
     return torchvision_classifier(TokenDropping(width, layers), batch, size)
 
 
-# The kind of each model, and the package that it requires.
+# The kind of each model, and the package that it needs.
 MODELS: dict[Callable[..., Built], tuple[str, str]] = {
     llama: ("language model", "transformers"),
     gpt2: ("language model", "transformers"),

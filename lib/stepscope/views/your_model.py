@@ -30,7 +30,7 @@ def model_steps(data: Views) -> pd.DataFrame:
     return steps.assign(
         name=steps["optimization"].map(NAMES | OTHER_NAMES),
         quartiles=quartiles(steps),
-        best_ms=steps["wall_min_ms"].where(launch_bound_rows(steps)),
+        best_ms=steps["wall_min_ms"].where(launch_bound_rows(steps) & steps["enqueue_ms"].notna()),
         **DRAWN,
     )
 
