@@ -26,7 +26,7 @@ from stepscope.report.load import load, read
 from stepscope.runs.notebook import _write
 from stepscope.studies.your_model import loop, source
 from stepscope.studies.your_model.config import OPTIMIZATIONS, Config
-from stepscope.studies.your_model.isolation import ProcessFailed, call_isolated
+from stepscope.studies.your_model.isolation import ProcessFailed, call_isolated, libraries_in
 from stepscope.studies.your_model.loop import Ladder, why_dropped, why_dropped_launch_bound
 from stepscope.studies.your_model.modules import ELSEWHERE, folded_paths
 from stepscope.studies.your_model.rows import Job, Outcome, RowLoop, measure_modules
@@ -206,6 +206,14 @@ def test_unusual_file_and_function_names_are_simplified_in_the_record(tmp_path):
 
 
 # -- facts and transforms -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "preloaded"),
+    [("import torch", []), ("from transformers import BertModel", ["transformers.modeling_utils"])],
+)
+def test_libraries_of_a_model_are_preloaded(text, preloaded):
+    assert libraries_in(text) == preloaded
 
 
 def test_examine_finds_the_synchronizing_line_and_counts_flops(tmp_path):
@@ -531,7 +539,7 @@ def simulated(ladder, monkeypatch):
     def measure(outcomes):
         jobs = []
 
-        def call(function, limit_s, job):
+        def call(function, limit_s, job, preload):
             jobs.append(job)
             if function is measure_modules:
                 return pd.DataFrame()

@@ -4,7 +4,7 @@ import functools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import current_process
 from tempfile import TemporaryDirectory
@@ -17,6 +17,8 @@ from stepscope.files import one_line
 
 # A server process imports these modules once and then forks a process for each call, which saves seconds per call.
 PRELOADED = ["stepscope.studies.your_model.rows", "torch._dynamo", "torch._inductor.compile_fx"]
+# Libraries that take seconds to import without using the GPU, and what to preload if a model's file mentions one.
+LIBRARIES = {"transformers": "transformers.modeling_utils", "torchvision": "torchvision"}
 MAX_PATH = 60  # maximum length of the path of a folder for sockets, whose names have up to 40 bytes
 
 
@@ -24,8 +26,14 @@ class ProcessFailed(StepscopeError, RuntimeError):
     """An error for a process that ended without a result; the message describes how it ended."""
 
 
-def call_isolated(function: Callable[..., Any], limit_s: float, *arguments: Any) -> Any:
+def call_isolated(
+    function: Callable[..., Any], limit_s: float, *arguments: Any, preload: Sequence[str] = ()
+) -> Any:
     """Return ``function(*arguments)`` from a new process.
+
+    Args:
+        preload: additional modules that the server imports when it starts, at the first call. Modules that aren't
+            installed are skipped.
 
     Raises:
         ProcessFailed: If the process was killed, crashed, or took longer than ``limit_s`` seconds.
@@ -36,7 +44,7 @@ def call_isolated(function: Callable[..., Any], limit_s: float, *arguments: Any)
     # afterwards could not use the GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *preload])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function, arguments))
     process.start()
@@ -80,3 +88,8 @@ def _send(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...])
     except Exception as error:  # noqa: BLE001  a bug in stepscope, or an error in the user's code
         result = ProcessFailed(f"its process raised {type(error).__name__}: {one_line(error, 300)}")
     sender.send(result)
+
+
+def libraries_in(text: str) -> list[str]:
+    """Return the modules to preload for a file with this text."""
+    return [module for name, module in LIBRARIES.items() if name in text]

@@ -23,7 +23,7 @@ from stepscope import StepscopeError, measure
 from stepscope.report.tables import number
 from stepscope.stats import MIN_LAUNCH_BOUND_GAIN, launch_bound
 from stepscope.studies.your_model.config import MEASURES, Config
-from stepscope.studies.your_model.isolation import call_isolated
+from stepscope.studies.your_model.isolation import call_isolated, libraries_in
 from stepscope.studies.your_model.rows import COMPILED_CODE, FP32, Job, Outcome, measure_modules, measure_row
 from stepscope.studies.your_model.source import Source
 
@@ -150,7 +150,8 @@ class Ladder:
             StepscopeError: If the process failed, or the model can't be built or trained.
         """
         job = Job(self.source, self.config, self.folder, name, stack)
-        return call_isolated(function, self.config.limit_s, job)
+        preload = libraries_in(self.source.path.read_text())
+        return call_isolated(function, self.config.limit_s, job, preload=preload)
 
     @property
     def steps(self) -> pd.DataFrame:
