@@ -61,7 +61,7 @@ def test_lanes_show_operations_within_the_window(launch_ns, waits):
     legend = {text.get_text() for text in drawn.legends[0].texts}
     assert legend == {"matrix multiply", "elementwise", "all else"}
     cpu = nsys.lanes(forward, on_cpu=True)
-    assert "operators run 25%" in cpu.message and "waits" not in cpu.message
+    assert "operators run for 25%" in cpu.message and "waits" not in cpu.message
 
 
 def memory_rows(mode: str, totals: list[float]) -> pd.DataFrame:

@@ -103,13 +103,13 @@ def test_missing_model_is_reported_in_one_sentence(tmp_path, monkeypatch, model,
     [
         ("def build():\n    raise KeyError('gone')", "mine.py:4: build raised KeyError: 'gone'"),
         ("raise OSError('early')\ndef build(): pass", "mine.py:3: build raised OSError: early"),
-        ("def build():\n    return nn.Linear(2, 2)", "build returned 'Linear', but expected (model, batch)"),
-        ("def build():\n    return nn.Linear(2, 2), [1]", "build returned 'Linear, list', but expected"),
+        ("def build():\n    return nn.Linear(2, 2)", "expected build to return (model, batch)"),
+        ("def build():\n    return nn.Linear(2, 2), [1]", "but it returned 'Linear, list'"),
         ("def build(:\n", "invalid syntax (mine.py, line 3)"),
-        ("def build():\n    return nn.ReLU(), {}", "the model has no parameters to train"),
+        ("def build():\n    return nn.ReLU(), {}", "the model has no trainable parameters"),
         (
             "def build():\n    return nn.Linear(2, 2), {'x': torch.zeros(2, device='meta')}",
-            "'x' is on meta, but expected cpu",
+            "'x': got a tensor on meta, but expected cpu",
         ),
         (
             "def build(size):\n    pass",
@@ -456,7 +456,7 @@ def test_isolated_calls_return_results_and_failures_do_not_affect_the_next_call(
     hang = ["sh", "-c", f"echo $PPID $$ > '{tmp_path}/pids'; exec sleep 1000"]
     with pytest.raises(ProcessFailed, match="took longer than 3 s"):
         call_isolated(subprocess.run, 3, hang)
-    with pytest.raises(ProcessFailed, match="ended with exit status 3"):
+    with pytest.raises(ProcessFailed, match="exited with status 3"):
         call_isolated(os._exit, 60, 3)
     with pytest.raises(ProcessFailed, match="its process raised KeyError: 'gone'"):
         call_isolated({}.__getitem__, 60, "gone")

@@ -75,7 +75,7 @@ ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradi
 
 
 class Config(StepConfig):
-    """A run that optimizes a training step in one process, one optimization at a time, starting with fp32."""
+    """A run that optimizes a training step in one process, one optimization at a time, starting from fp32."""
 
     study: Literal["ladder"] = "ladder"
     # Optimizations set these fields themselves.
