@@ -184,8 +184,8 @@ def checked(built: Any, device: str) -> tuple[Any, ...]:
     for name, tensor in [*model.named_parameters(), *batch.items()]:
         if isinstance(tensor, Tensor) and tensor.device.type != device:
             raise ModelError(
-                f"{truncated_repr(name)}: got a tensor on {tensor.device.type}, but expected {device}; build runs under"
-                f' torch.device("{device}"), so create the tensor there or move it with .to("{device}")'
+                f"{truncated_repr(name)}: got a tensor on {tensor.device.type}, but expected {device}; build runs"
+                f' under torch.device("{device}"), so create the tensor there or move it with .to("{device}")'
             )
     return model, batch, loss
 
