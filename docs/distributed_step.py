@@ -1,10 +1,11 @@
-"""One training step on all GPUs of a machine, with several ways to share the work.
+"""Run one training step on all GPUs of a machine, with a choice of strategies for sharing the work.
 
     torchrun --nproc_per_node=2 distributed_step.py --strategy ddp_graph
 
 trains the model of `fast_step.py`, which must be in the same folder, on random tokens, and prints the
 milliseconds per step. `--batch` is the batch size of each rank, so n GPUs train on n times as many tokens. Each
-strategy is a function below; `--strategy` takes its name. Without a GPU, the processes communicate through gloo.
+strategy is a function below; select one by name with `--strategy`. Without a GPU, the ranks communicate through
+gloo.
 """
 
 import argparse
@@ -32,7 +33,7 @@ MIB = 2**20
 
 
 class Batch(NamedTuple):
-    """The batch that a rank's step reads. Copy the next batch into `tokens` and `targets`."""
+    """The batch that a rank's step reads. To change it, copy the next batch into `tokens` and `targets`."""
 
     tokens: torch.Tensor  # (B, T)
     targets: torch.Tensor  # (B, T)
@@ -40,7 +41,7 @@ class Batch(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One collective of a step: its kind, and the number of elements and the dtype of its larger side."""
+    """One collective of a step: its kind, and the size and dtype of its input or output, whichever is larger."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter or broadcast
     elements: int
@@ -52,7 +53,7 @@ class Message(NamedTuple):
 
 
 class Distributed(NamedTuple):
-    """A strategy applied to a model: a step that returns the rank's loss, and the collectives of a step."""
+    """A strategy applied to a model: a step, which returns the rank's loss, and the collectives of the step."""
 
     step: Callable[[], torch.Tensor]
     messages: Callable[[], list[Message]]  # call it after the warm-up
@@ -90,7 +91,7 @@ def training_step(
 
 # <strategies>
 def alone(model: nn.Module, batch: Batch) -> Distributed:
-    """Train on each GPU separately, without communication, as a control."""
+    """Train on each GPU separately and without communication, as a control."""
     return Distributed(training_step(model, adamw(model), batch), list)
 
 
@@ -125,7 +126,7 @@ def flat(model: nn.Module, batch: Batch) -> Distributed:
 
 
 def overlapped(model: nn.Module, batch: Batch) -> Distributed:
-    """Start each parameter's all-reduce when backward has its gradient; wait for all before the optimizer runs."""
+    """Start each parameter's all-reduce once backward has its gradient; wait for all before the optimizer runs."""
     parameters = list(model.parameters())
     works = []
 
@@ -154,14 +155,15 @@ def ddp(
     communicate: bool = True,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> Distributed:
-    """Let PyTorch's DDP all-reduce buckets of gradients during backward.
-
-    If `communicate` is False, the buckets are filled and copied back but not sent, which serves as a control.
+    """Let PyTorch's DDP all-reduce the gradients in buckets during backward.
 
     Args:
-        bucket_mib: the size of a bucket; None for DDP's default, in which the first bucket is 1 MiB.
+        bucket_mib: the size of a bucket; None for DDP's defaults, with a smaller first bucket of 1 MiB.
+        bf16_gradients: all-reduce the gradients in bf16.
+        communicate: if False, the buckets are filled and copied back, but not communicated, as a control.
+        make_optimizer: returns the optimizer of a model.
     """
-    # otherwise torch.compile would split each block at the buckets' ends
+    # otherwise torch.compile would split each block at the bucket boundaries
     torch._dynamo.config.optimize_ddp = False
     replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
     replica.broadcast_buffers = False  # the buffers never change
@@ -183,7 +185,7 @@ def ddp(
 
 
 def zero1(model: nn.Module, batch: Batch) -> Distributed:
-    """Shard the optimizer's moments; each rank updates its share of the parameters, then broadcasts the share."""
+    """Shard the optimizer's moments: each rank updates its share of the parameters, and then broadcasts them."""
 
     def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
         on_gpu = next(model.parameters()).is_cuda
@@ -223,7 +225,7 @@ def fsdp(
         reshard: free the gathered weights after forward, and gather them again for backward.
         bf16_reduction: reduce the gradients in bf16.
         separate_group: reduce gradients on a separate communicator.
-        communicate: if False, shard over a single rank. This control has FSDP's bookkeeping but no communication.
+        communicate: if False, shard over a single rank, as a control with FSDP's overhead but no communication.
     """
     device = batch.tokens.device.type
     ranks = dist.get_world_size()
@@ -262,8 +264,9 @@ def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: in
     """Capture a strategy's step, including its communication, as one CUDA graph.
 
     Args:
-        make: a function that applies the strategy; DDP must be built on the stream of the capture.
-        warmup_steps: the number of steps before the capture; DDP needs 11.
+        make: a function that applies the strategy. It is called on the capture's stream, because DDP must be built
+            there.
+        warmup_steps: the number of warm-up steps before the capture; DDP needs 11.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -288,7 +291,7 @@ def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: in
 
 
 def graph_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an AdamW that a CUDA graph can capture. Its learning rate is a tensor; fill it to change the rate."""
+    """Return an AdamW that a CUDA graph can capture. To change its learning rate, which is a tensor, fill it."""
     rate = torch.tensor(3e-4, device=next(model.parameters()).device)
     return torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
 
@@ -300,7 +303,7 @@ def ddp_graph(model: nn.Module, batch: Batch, bucket_mib: float = 100, **options
 
 
 def alone_graph(model: nn.Module, batch: Batch) -> Distributed:
-    """Train on each GPU separately, with the step captured as one CUDA graph, as a control."""
+    """Train on each GPU separately with the step captured as one CUDA graph, as a control."""
     step = training_step(model, graph_adamw(model), batch)
     return in_graph(lambda: Distributed(step, list), model)
 
@@ -353,13 +356,13 @@ STRATEGIES = {
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each block's forward, but not the hooks that DDP and FSDP add to the block."""
+    """Compile each block's forward pass, but not the hooks that DDP and FSDP add to the block."""
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def start_process_group() -> torch.device:
-    """Join the other ranks that torchrun started, and return this rank's device."""
+    """Join the process group of the ranks that torchrun started, and return this rank's device."""
     os.environ.setdefault(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
     )  # otherwise, the error handling's queries would break the capture of a CUDA graph

@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> float:
         "steps": 20,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--clip", type=float, help="maximum norm of all gradients together")
+    parser.add_argument("--clip", type=float, help="maximum global norm of the gradients")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):

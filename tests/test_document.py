@@ -57,7 +57,7 @@ def test_rows_match_the_lookup_values(view):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"siz": "small"}, "no column 'siz'; there is size"),
+        ({"siz": "small"}, "no column 'siz'; available columns include size"),
         ({"size": "2.7B"}, "no row has size='2.7B'; the rows selected so far have 'small', 'large'"),
         (
             {"size": "large", "mode": "forward"},

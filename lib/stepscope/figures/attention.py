@@ -39,7 +39,7 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def attention_heatmap(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw one implementation's GPU time for forward and backward by head dimension and context length.
+    """Draw one implementation's GPU time for forward and backward as a heatmap over head dimension and length.
 
     Args:
         rows: rows of the view ``attention``, one per head dimension and context length.

@@ -49,7 +49,7 @@ BUS_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 class DistributedError(StepscopeError, RuntimeError):
-    """An error raised when the ranks can't be started."""
+    """Raised when the ranks can't be started."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ MAX_PATH = 60  # maximum length of the path of a folder for sockets, whose names
 
 
 class ProcessFailed(StepscopeError, RuntimeError):
-    """An error for a process that ended without a result; the message describes how it ended."""
+    """Raised when a process ends without a result; the message describes how it ended."""
 
 
 def call_isolated(function: Callable[..., Any], limit_s: float, *arguments: Any) -> Any:

@@ -40,7 +40,7 @@ PYTHON = sysconfig.get_path("stdlib")
 
 
 class ModelError(StepscopeError, ValueError):
-    """An error for a model that can't be measured; ``trace`` is the traceback of the user's code, or ""."""
+    """Raised when a model can't be measured; ``trace`` is the traceback of the user's code, or ""."""
 
     def __init__(self, message: str, trace: str = ""):
         super().__init__(message)
