@@ -101,7 +101,7 @@ def reference_views(views: Views) -> dict[str, pd.DataFrame]:
 
 
 def machine_rates(views: Views) -> pd.DataFrame:
-    """Return a machine's peak rates, with the columns ``what`` (its name) and ``text`` (its value with the unit)."""
+    """Return a machine's peak rates, with columns ``what`` (the name) and ``text`` (the value with its unit)."""
     rates = []
     for name, column, what, unit in RATES:
         with suppress(MissingTable):
