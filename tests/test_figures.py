@@ -56,7 +56,7 @@ def test_lanes_show_operations_within_the_window(launch_ns, waits):
     drawn = nsys.lanes(forward, "Mine")
     (axes,) = drawn.axes
     assert spans(axes) == {0: host, 1: kernels}
-    assert drawn.message.startswith("Mine: the GPU is busy 25%") and ("waits" in drawn.message) == waits
+    assert drawn.message.startswith("Mine: the GPU is busy for 25%") and ("waits" in drawn.message) == waits
     assert axes.get_xlim() == (0, 1000) and axes.yaxis_inverted()
     legend = {text.get_text() for text in drawn.legends[0].texts}
     assert legend == {"matrix multiply", "elementwise", "all else"}

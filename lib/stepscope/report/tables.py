@@ -103,7 +103,7 @@ def number(value: Any, unit: str = "") -> str:
         ValueError: If the unit is unknown.
     """
     if unit not in UNITS:
-        raise ValueError(f"unit: got {unit!r}, but known units are {', '.join(filter(None, UNITS))}")
+        raise ValueError(f"unit: got {unit!r}, but expected one of {', '.join(filter(None, UNITS))}")
     return NONE if missing(value) else digits(value, unit) + UNITS[unit]
 
 

@@ -112,8 +112,8 @@ def parts(data: Views) -> pd.DataFrame:
 
     * ``reference_ms``: for matmuls and attention, the time that their FLOPs take at the rate of a large bf16
       matmul (attention's FLOPs count only scores on and below the diagonal); for AdamW, the time to move its
-      bytes at the copy's rate; 0 for all other parts, and missing with FP8. ``over_ms`` is ``ms -
-      reference_ms``.
+      bytes at the copy's rate; 0 for all other parts, and missing with FP8.
+    * ``over_ms``: the difference ``ms - reference_ms``.
     * ``sustained_ms``: the time that ``flops`` take at the sustained rate; ``memory_traffic_ms``: the time to move
       ``bytes`` at the copy's rate.
     * ``tflops``, ``tb_per_s``: achieved rates.
@@ -255,7 +255,7 @@ def _work(step: pd.Series) -> pd.DataFrame:
 
 
 def _per_layer(config: StepConfig, numbers: tuple[int, int]) -> int:
-    """Return a layer's count over all tokens; ``numbers`` gives it per token, as multiples of d_model and d_ff."""
+    """Return a layer's count over all tokens, given the count per token as multiples of d_model and d_ff."""
     of_model, of_ff = numbers
     tokens = config.batch_size * config.context_length
     per_token = of_model * config.d_model + of_ff * config.d_ff

@@ -52,7 +52,7 @@ class Config(RunConfig):
     def set_context_length(cls, values: Any) -> Any:
         """Sort ``context_lengths``, remove duplicates, and set ``context_length`` to the longest.
 
-        Leave values of other types unchanged; the validation of the fields then rejects them.
+        Leave values of other types unchanged; field validation then rejects them.
         """
         if not isinstance(values, dict):
             return values

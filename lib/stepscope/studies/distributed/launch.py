@@ -82,7 +82,7 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
     """
     if config.device == "cuda" and torch.cuda.device_count() < config.gpus:
         raise DistributedError(
-            f"gpus: got {config.gpus}, but this process can use only {torch.cuda.device_count()} GPUs"
+            f"gpus: got {config.gpus}, but this process can use only {torch.cuda.device_count()}"
         )
     profile_names = [f"{name}{PROFILE}" for name in config.names]
     names = config.names + [COLLECTIVES] * config.collectives + profile_names + [NUMERICS] * config.numerics

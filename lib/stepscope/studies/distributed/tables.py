@@ -103,10 +103,8 @@ def efficiency(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
 def parts(steps: pd.DataFrame, ranks: pd.DataFrame) -> pd.DataFrame:
     """Return the times of the parts of each strategy's profiled step in ms, averaged over the ranks.
 
-    The table is indexed by strategy.
-
-    The columns are the :data:`PARTS` (``compute_ms`` and so on), profiled_ms (their sum) and wall_ms (the median
-    of unprofiled steps).
+    The table is indexed by strategy. Its columns are the :data:`PARTS` (``compute_ms`` and so on), profiled_ms
+    (their sum) and wall_ms (the median of unprofiled steps).
     """
     columns = ["profiled_ms", *(f"{part}_ms" for part in PARTS)]
     means = ranks.groupby("strategy", sort=False)[columns].mean()

@@ -99,7 +99,7 @@ class Config(StepConfig):
         invalid = [name for name in ablations if name not in ABLATABLE]
         if invalid:
             raise ValueError(
-                f"ablations: got {', '.join(invalid)}, but the fully optimized step can only be measured without"
-                f" {', '.join(ABLATABLE)}"
+                f"ablations: got {', '.join(invalid)}, but only {', '.join(ABLATABLE)} can be left out of the"
+                " fully optimized step"
             )
         return ablations

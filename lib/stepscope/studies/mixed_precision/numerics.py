@@ -44,7 +44,7 @@ def running_sum(x: Tensor) -> Tensor:
         x: (rows, features).
 
     Returns:
-        (rows, 1).
+        The sums, (rows, 1).
     """
     total = torch.zeros_like(x[..., 0])
     for term in x.unbind(-1):

@@ -81,7 +81,7 @@ def lanes(
     if on_cpu:
         message = f"{label}: operators run for {busy['forward']} of this millisecond"
         return draw_lanes(message, timeline, {"forward": "operators"}, "host")
-    message = f"{label}: the GPU is busy {busy['forward']} of this millisecond"
+    message = f"{label}: the GPU is busy for {busy['forward']} of this millisecond"
     if REPLAYED in runs:
         message += f", and {busy[REPLAYED]} as a CUDA graph"
     elif _is_launch_bound(runs["forward"]):

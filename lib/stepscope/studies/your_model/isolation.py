@@ -68,7 +68,7 @@ def _folder() -> TemporaryDirectory:
 
 
 def _short(path: str) -> str:
-    """Return a folder's path, or a relative path if it is long, because socket paths are limited to 107 bytes."""
+    """Return a folder's path, as a relative path if it is long: socket paths are limited to 107 bytes."""
     return path if len(path) < MAX_PATH else os.path.relpath(path)
 
 

@@ -158,7 +158,7 @@ def reseed(seed: int) -> None:
 def raised(what: str, error: BaseException) -> ModelError:
     """Return a ModelError for an exception in the user's code.
 
-    Its traceback begins at the first frame of the user's code.
+    The ModelError's ``trace`` begins at the first frame of the user's code.
     """
     frames = error.__traceback__
     while frames and not is_users(frames.tb_frame.f_code.co_filename):
