@@ -154,7 +154,10 @@ def test_filters_print_numbers_with_units(rendered, expression, text):
         ("times.wall_ms|ms", "LookupError: got 3 numbers, but expected one"),
         ("(0.5 - 0.6)|percent", "ValueError: got -10%, but a number in a sentence must be at least 0"),
         ('row(times, size="large").busy|percent', "LookupError: the number is missing"),
-        ('row(times, size="large").bussy|percent', "LookupError: no column 'bussy'; available columns include busy"),
+        (
+            'row(times, size="large").bussy|percent',
+            "LookupError: no column 'bussy'; available columns include busy",
+        ),
         ("times.wal_ms|ms", "LookupError: no column 'wal_ms'; available columns include wall_ms"),
         ("timez.wall_ms|ms", "UndefinedError: 'timez' is undefined"),
         ("times.wall_ms.max()|ms", "this reduces rows that differ in size, mode to one number"),
