@@ -3,10 +3,10 @@
     python -m bench [kernels]    synthetic captures (nsys and torch.profiler) with this many kernels
     python -m bench FILE         your own capture
 
-Each program reads the same file in a separate process, one after another. Holistic Trace Analysis and nsys-ai
-come with the extra "bench"; the output names programs that aren't installed. With synthetic captures, we first
-measure how long ``stepscope profile`` takes to print its first and last lines for a small capture, relative to
-importing pandas.
+The programs read the same file one after another, each in a separate process. Holistic Trace Analysis and nsys-ai
+come with the extra "bench"; the output says which programs aren't installed. Before comparing readers on synthetic
+captures, we measure how long ``stepscope profile`` takes to print the first and last lines for a small capture,
+and how that compares with importing pandas.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from stepscope.captures import EXAMPLE
 
 
 def compare(path: Path, kind: str) -> dict[str, Found]:
-    """Run each program on one file; print and return their results, with times relative to load_capture."""
+    """Run each program on a file; print the results, with times relative to load_capture, and return them."""
     found: dict[str, Found] = {}
     for program in PROGRAMS[kind]:
         # Each program runs in a new process, so that its peak memory excludes the other programs.
@@ -51,7 +51,7 @@ def compare(path: Path, kind: str) -> dict[str, Found]:
 
 
 def first_line() -> None:
-    """Print how many seconds ``stepscope profile`` takes to print its first and last lines (minima of 3 runs)."""
+    """Time ``stepscope profile`` until its first and last lines; print the minima of three runs."""
 
     def until(*command: str) -> tuple[float, float]:
         started = default_timer()

@@ -1,26 +1,26 @@
-"""Measure the memory throughput of AdamW's step on this GPU, as a fraction of a copy's.
+"""Measure the memory throughput of AdamW's step on this GPU, as a fraction of the throughput of a copy.
 
     python -m bench.adamw [layers]    the weights of this many Transformer layers of width 1,280
 
 The throughput counts only the bytes that a step must move: 28 bytes per parameter, or 20 with bf16 moments
-(optimizer.py has the table). For comparison, we also measure PyTorch's fused AdamW. It moves 28 bytes as well,
+(optimizer.py has the table). For comparison, we also measure PyTorch's fused AdamW. It also moves 28 bytes,
 because its weights, gradients and moments are fp32.
 
-**Experiments that didn't help**, with their fractions of a copy's throughput on an H200 (torch 2.11). The kernels
-that we kept reach 96% with bf16 moments, and 84% with bf16 moments and FP8 weights.
+**Experiments that didn't help**, with the fraction of a copy's throughput that each reached on an H200
+(torch 2.11). The kernels that we kept reach 96% with bf16 moments, and 84% with bf16 moments and FP8 weights.
 
-    bf16 moments, blocks of 2,048 elements, not 512                      90%
-    bf16 moments, stores that leave the cache first, or stream           95%
-    bf16 moments, each program looks up the position of its block        83%
-    FP8, tiles of 64 x 64 | 128 x 64 | 64 x 32 | 32 x 32, not 32 x 64     79% | 66% | 84% | 82%
-    FP8, 4 or 16 warps, not 8                                            66% or 77%
-    FP8, 40 registers per thread, not 48, to fit six programs, not five  81%
-    FP8, tiles ordered so that a transposed line is written at once      85%
-    FP8, a lookup table of each program's elements                       82%
-    FP8, only one layout, to see the cost of the transposed one          96%
+    bf16 moments, blocks of 2,048 elements instead of 512                  90%
+    bf16 moments, evict-first or streaming stores                          95%
+    bf16 moments, each program looks up the position of its block          83%
+    FP8, tiles of 64 x 64 | 128 x 64 | 64 x 32 | 32 x 32, not 32 x 64      79% | 66% | 84% | 82%
+    FP8, 4 | 16 warps instead of 8                                         66% | 77%
+    FP8, 40 registers per thread, not 48, to fit six programs, not five    81%
+    FP8, tiles ordered so that each transposed line is written at once     85%
+    FP8, a lookup table of each program's elements                         82%
+    FP8, without the transposed layout, to measure what it costs           96%
 
-For a full step (2.7B, batch 4 x 512), inductor's ``multi_kernel`` for long reductions gained 0.2%, and torchao's
-tensorwise recipe, which also computes weight gradients in FP8, was 1.02 times as fast as ours.
+In a full step (2.7B, batch 4 x 512), Inductor's ``multi_kernel`` for long reductions gained 0.2%, and torchao's
+tensorwise recipe, which also computes weight gradients in FP8, was 1.02 times as fast as our FP8 step.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def matrices(layers: int, device: str) -> nn.Sequential:
 
 
 def shares(layers: int, device: str) -> dict[str, float]:
-    """Measure each optimizer's throughput as a fraction of a copy's; return the fractions by optimizer."""
+    """Measure each optimizer's throughput; print and return it as a fraction of a copy's, by optimizer."""
     copy, found = ceilings(device, [])["copy"], {}
     kinds: dict[str, tuple[int, bool, Callable[..., torch.optim.Optimizer]]] = {
         "PyTorch's fused AdamW": (28, False, lambda model: torch.optim.AdamW(model.parameters(), fused=True)),

@@ -1,9 +1,9 @@
-"""Compare the time of memory-bound steps with and without torch.profiler, on a GPU, in about a minute.
+"""Compare the times of memory-bound steps with and without torch.profiler on a GPU (takes about a minute).
 
     python -m bench.profiler_cost
 
-Each step is naive attention on tensors of one size. If the clock is the same in both cases, a longer wall time and
-a sum of kernels above the unprofiled wall time mean that the profiler slows the kernels themselves.
+Each step runs naive attention at one context length. The profiler slows down the kernels themselves if, at the
+same SM clock, its wall time is longer and its total kernel time exceeds the wall time without the profiler.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ CONTEXT_LENGTHS = (1024, 2048, 4096)
 
 
 def naive_attention(tokens: int, heads: int = 32, d_head: int = 80, batch: int = 4) -> Callable[[], None]:
-    """Return a step: forward and backward of eight layers of naive causal attention in bf16."""
+    """Return a step that runs forward and backward of naive causal attention in bf16, eight times."""
     shape = (batch, heads, tokens, d_head)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     future = torch.ones(tokens, tokens, device="cuda", dtype=torch.bool).triu(1)
@@ -36,7 +36,7 @@ def naive_attention(tokens: int, heads: int = 32, d_head: int = 80, batch: int =
 
 
 def timed(step: Callable[[], None]) -> tuple[float, float]:
-    """Return the mean wall time in ms of :data:`STEPS` steps back to back, and the median SM clock in MHz."""
+    """Run :data:`STEPS` steps back to back; return their mean wall time in ms and median SM clock in MHz."""
     torch.cuda.synchronize()
     with PowerMonitor() as monitor:
         started = default_timer()
@@ -56,7 +56,7 @@ def main() -> None:
         wall_ms, clock_mhz = timed(step)
         with StepProfiler("cuda") as profiler, profiler.phases("step", 0)("steps"):
             profiled_ms, profiled_clock_mhz = timed(step)
-        operations = profiler.operations  # all in one stream, so no two overlap
+        operations = profiler.operations  # all on one stream, so none of them overlap
         kernels_ms = (operations["end_ns"] - operations["start_ns"]).sum() / 1e6 / STEPS
         print(
             f"{tokens:>5} tokens: {wall_ms:.2f} ms at {clock_mhz:.0f} MHz; "

@@ -3,7 +3,7 @@
     python -m bench.public_ladder --runs runs/public                  every model
     python -m bench.public_ladder --runs runs/public llama vit        some models
     python -m bench.public_ladder --runs runs/public --check          only small versions of the models, on the CPU
-    python -m bench.public_ladder --runs runs/public --summary        only a summary of the runs in the folder
+    python -m bench.public_ladder --runs runs/public --summary        only print the page docs/public-models.md
 
 The script needs transformers and torchvision, and skips the models of a package that isn't installed. A model
 takes a few minutes on a GPU, most of which is compilation.
@@ -11,15 +11,39 @@ takes a few minutes on a GPU, most of which is compilation.
 
 import argparse
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from bench import public_models
 from bench.public_models import MODELS, Built
+from stepscope.report.load import load
+from stepscope.report.tables import escape, markdown, number
 
+PAGE = """\
+# The ladder on public models
+
+`stepscope ladder` on {models} models of other people, built from their configurations with random weights, on an
+{device} with PyTorch {torch} and transformers {transformers}. `python -m bench.public_ladder` measures them, and
+`bench/public_models.py` builds them.
+
+{summary}
+
+A speedup is in wall time, and over plain fp32. The next table shows what each optimization gains over the ones
+before it that helped:
+
+{gained}
+
+What failed, or has no profile:
+
+{remarks}
+"""
 # Arguments that make a model small enough to check it on a CPU.
 SMALL = {"batch": 2, "length": 16, "layers": 1, "frames": 200, "samples": 8000}
 
@@ -36,21 +60,55 @@ def check(build: Callable[..., Built]) -> str:
     return f"loss {value.item():.3f}, {parameters / 1e6:,.0f} million parameters in the small version"
 
 
-def summarize(runs: Path) -> None:
-    """Print a summary of each model's run: its speedup, and the rows that have neither a number nor a reason."""
-    from stepscope.report.load import load
+def page(runs: Path) -> str:
+    """Return a page of the docs about a folder's runs: what each optimization gains for each model, and why not.
 
+    Raises:
+        RunsError: If the folder contains no runs of models.
+    """
     tables = load(runs)
-    for model, steps in tables["your_model.steps"].groupby("model", sort=False):
-        timed = steps.dropna(subset=["wall_ms"])
-        unexplained = steps[steps["wall_ms"].isna() & (steps["reason"] == "")]
-        graph = steps[steps["optimization"] == "cuda_graph"].iloc[0]
-        best = timed.loc[timed["wall_ms"].idxmin()]
-        print(
-            f"{model}: {timed['wall_ms'].iloc[0]:.1f} ms become {best['wall_ms']:.2f} ms with {best['stack']};"
-            f" CUDA graph: {graph['status']} {graph['reason']}; rows without a number or a reason:"
-            f" {[*unexplained['optimization']]}"
+    run = tables["runs"].iloc[0]
+    software = json.loads(next(runs.glob("*/*/record.json")).read_text())["software"]
+    gains, summaries, remarks = [], [], []
+    models = tables["your_model.steps"].groupby(["model", "arguments"], sort=False)
+    for (model, arguments), steps in models:
+        name = model.partition(":")[2]
+        row = {"model": f"{name} {arguments}".strip()}
+        gains.append(row | {step.optimization: gain(steps, step) for step in steps.itertuples()})
+        kinds = {build.__name__: kind for build, (kind, _) in MODELS.items()}
+        timed = steps[steps["kept"] == "yes"]
+        summaries.append(
+            row
+            | {
+                "kind": kinds.get(name, ""),
+                "fp32, ms": steps["wall_ms"].iloc[0],
+                "fastest, ms": timed["wall_ms"].iloc[-1],
+                "speedup, x": timed["speedup"].iloc[-1],
+            }
         )
+        for step in steps[steps["reason"] != ""].itertuples():
+            if step.status in ("failed", "oom") or step.reason.startswith("not profiled"):
+                remarks.append(f"* {row['model']}, {step.optimization}: {escape(step.reason)}")
+    gained = pd.DataFrame(gains).drop(columns="fp32").fillna("")
+    gained.columns = [column.replace("_", " ") for column in gained]
+    return PAGE.format(
+        models=len(models),
+        device=run["device"],
+        torch=run["torch"],
+        transformers=software.get("transformers"),
+        summary=markdown(pd.DataFrame(summaries)),
+        gained=markdown(gained),
+        remarks="\n".join(remarks),
+    )
+
+
+def gain(steps: pd.DataFrame, step: Any) -> str:
+    """Return a step's speedup over the last kept step before it, or a word for why it has none."""
+    before = steps[(steps["kept"] == "yes") & (steps.index < step.Index)]
+    if step.kept == "yes":
+        return number(step.speedup / before["speedup"].iloc[-1], "x") if len(before) else ""
+    words = {"unsupported": "doesn't apply", "failed": "failed", "oom": "out of memory"}
+    return words.get(step.status, "no gain")
 
 
 def main() -> None:
@@ -60,10 +118,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="models to run (default: all)")
     parser.add_argument("--runs", type=Path, required=True, help="folder of runs")
     parser.add_argument("--check", action="store_true", help="only check small versions of the models")
-    parser.add_argument("--summary", action="store_true", help="only print a summary of the runs")
+    parser.add_argument("--summary", action="store_true", help="only print a page about the runs")
     options = parser.parse_args()
     if options.summary:
-        summarize(options.runs)
+        print(page(options.runs))
         return
     for build, (kind, package) in MODELS.items():
         name = build.__name__
@@ -80,8 +138,6 @@ def main() -> None:
             model = f"{Path(public_models.__file__).resolve()}:{name}"
             command = [sys.executable, "-m", "stepscope.cli", "ladder", model, "--runs", str(options.runs)]
             subprocess.run(command, check=False)
-    if not options.check:
-        summarize(options.runs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Measure capture readers; each function returns a reader's run time, peak memory and the GPU time that it finds.
+"""Measure capture readers: their run time, their peak memory, and the GPU time that they account for.
 
-Run each reader in a new process, because :func:`peak_mib` covers the process's entire lifetime.
+Run each reader in a new process, because :func:`peak_mib` covers the entire lifetime of the process.
 """
 
 import logging
@@ -21,7 +21,7 @@ def peak_mib() -> float:
 
 
 def ours(path: str) -> Found:
-    """Measure load_capture, which returns each kernel, copy and fill with its phase, step, category and launch."""
+    """Measure load_capture, which finds the phase, step, category and launch of each kernel, copy and fill."""
     from stepscope.captures.capture import load_capture
 
     started = default_timer()
@@ -46,7 +46,7 @@ def ours_whole(path: str) -> Found:
 
 
 def nsys_ai(path: str) -> Found:
-    """Measure nsys-ai's mapping of kernels to ranges, which excludes copies, fills and kernels outside ranges."""
+    """Measure how nsys-ai maps kernels to ranges; it omits copies, fills, and kernels outside of ranges."""
     try:
         from nsys_ai.nvtx_attribution import attribute_kernels_to_nvtx
     except ImportError:
@@ -62,12 +62,12 @@ def nsys_ai(path: str) -> Found:
 
 
 def hta(path: str) -> Found:
-    """Measure Holistic Trace Analysis's breakdown of a rank's time."""
+    """Measure how Holistic Trace Analysis breaks down a rank's time."""
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError:
         return {"s": ABSENT}
-    logging.disable(logging.WARNING)  # hides its progress messages
+    logging.disable(logging.WARNING)  # hides HTA's progress messages
     started = default_timer()
     analysis = TraceAnalysis(trace_files={0: path}, trace_dir=str(Path(path).parent))
     whole = analysis.get_temporal_breakdown(visualize=False).iloc[0]

@@ -25,7 +25,7 @@ UNIT = 10_000  # length of a region in ns
 
 
 def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
-    """Write an nsys export that contains SCHEMA's tables with the given rows, by table name."""
+    """Write an nsys export with the tables in SCHEMA; ``tables`` are their rows, by table name."""
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMA)
         for table, rows in tables.items():
@@ -35,10 +35,10 @@ def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
 
 
 def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]], int]:
-    """Return about ``ranges`` ranges (name, start, end, thread) and a phase's length, with times in ns.
+    """Return about ``ranges`` ranges as (name, start, end, thread), and the length of a phase; times are in ns.
 
-    A step consists of a forward and a backward phase, which consist of blocks of four regions. Backward's blocks
-    are on the autograd thread.
+    A step consists of a forward and a backward phase. Each phase consists of blocks of four regions; the blocks of
+    backward are on the autograd thread.
     """
     blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # a block and its four regions are five ranges
     phase_ns, rows = (4 * blocks + 2) * UNIT, []
@@ -58,7 +58,7 @@ def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]],
 
 
 def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
-    """Write an nsys export of ``kernels`` kernels, spread evenly over the steps, in about ``ranges`` ranges."""
+    """Write an nsys export of ``kernels`` kernels, spread evenly over the steps, with about ``ranges`` ranges."""
     rows, phase_ns = ranges_of(ranges, steps)
     names = ["step", "forward", "backward", "block", *REGIONS]
     launched = np.linspace(0, steps * 2 * phase_ns - 1, kernels).astype(int)
@@ -77,10 +77,10 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
 
 
 def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
-    """Write the same capture as a torch.profiler trace.
+    """Write the capture of :func:`make_capture` as a torch.profiler trace.
 
-    Times are integer microseconds, because Holistic Trace Analysis rounds them. Phases also get GPU annotations,
-    which last from their first operation to their last.
+    Times are integer microseconds, because Holistic Trace Analysis rounds them. Each phase also gets a GPU
+    annotation, which lasts from the phase's first operation to its last.
     """
     rows, phase_ns = ranges_of(ranges, steps)
     launched = np.linspace(0, steps * 2 * phase_ns - 1, kernels).astype(int)
@@ -135,7 +135,7 @@ def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) ->
 
 
 def add_short_names(path: Path) -> None:
-    """Add the shortName column, which real nsys exports contain and nsys-ai reads, to an export's kernels."""
+    """Add the column shortName, which real nsys exports contain and nsys-ai reads, to an export's kernels."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL ADD COLUMN shortName INTEGER")
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET shortName = demangledName")

@@ -1,7 +1,7 @@
 """A training step with every optimization that works in stock PyTorch.
 
 The file is self-contained: `python fast_step.py` trains the model below on random tokens and prints the
-milliseconds per step. On a CPU, it skips what only a GPU has (TF32, fused AdamW, the CUDA graph).
+milliseconds per step. On a CPU, it runs without TF32, fused AdamW and the CUDA graph, which need a GPU.
 `master_adamw.py` trains the same model with bf16 weights and fp32 master weights.
 """
 
@@ -81,12 +81,12 @@ def attend(q, k, v):
 
 
 def make_step(model, tokens, targets, rate, clip=None):
-    """Return a training step and its optimizer. Weights, buffers and random state don't change.
+    """Return a training step and its optimizer, without changing weights, buffers or random state.
 
-    `model(tokens)` must return logits (..., classes) for `targets` (...). Its layers are `model.blocks`, and
-    its method `to_logits` computes the logits. Before each step, fill `rate`, a tensor () on the same device.
-    Pass the step a batch, or copy one into `tokens` and `targets`. A scheduler of the optimizer fills `rate`
-    for you. It may warn that `optimizer.step()` was not called, because the graph makes that call."""
+    `model(tokens)` must return logits (..., classes) for `targets` (...). `model.blocks` must contain the
+    layers, and `model.to_logits` must compute the logits. Pass each step a batch, or copy one into `tokens` and
+    `targets`. Before each step, fill `rate`, a scalar tensor on the same device, or let a scheduler of the
+    optimizer do so. The scheduler may warn that `optimizer.step()` was not called, because the graph calls it."""
     on_gpu = tokens.is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu, capturable=on_gpu)  # fused AdamW
     for block in model.blocks:
@@ -96,7 +96,7 @@ def make_step(model, tokens, targets, rate, clip=None):
 
     def compute():
         optimizer.zero_grad(set_to_none=True)
-        # gradient accumulation: loop over micro-batches up to backward, and divide each loss by their number
+        # gradient accumulation: run the lines up to backward for each of n micro-batches, with loss / n
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):  # bf16 autocast
             loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
         loss.backward()
@@ -108,11 +108,11 @@ def make_step(model, tokens, targets, rate, clip=None):
     # DDP: wrap the model on the side stream, warm up 11 steps, and set TORCH_NCCL_ASYNC_ERROR_HANDLING=0
     side = torch.cuda.Stream() if on_gpu else None
     given, buffers = rate.clone(), [buffer.clone() for buffer in model.buffers()]
-    rate.zero_()  # so that no weight changes
+    rate.zero_()  # so that the warm-up changes no weights
     if on_gpu:
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.random.fork_rng([tokens.device] if on_gpu else []):
-        for _ in range(3):  # compiles, and creates AdamW's moments
+        for _ in range(3):  # warm up: compile, and create AdamW's moments
             compute()
     if on_gpu:
         torch.cuda.current_stream().wait_stream(side)
@@ -142,14 +142,14 @@ def make_step(model, tokens, targets, rate, clip=None):
 
 
 def resume(optimizer, saved):
-    """Load the optimizer's state dict in place, where a graph reads it; also load the model's weights.
-    AdamW's `load_state_dict` would make new tensors, and the graph would keep using the old ones."""
+    """Load a saved optimizer state in place, where a graph reads it; load the model's weights separately.
+    AdamW's `load_state_dict` would create new tensors, but the graph would keep reading the old ones."""
     states = list(zip(optimizer.state.values(), saved["state"].values(), strict=True))
     groups = list(zip(optimizer.param_groups, saved["param_groups"], strict=True))
     tensors = [(name, own[name], state[name]) for own, state in states for name in own]
-    for name, tensor, given in tensors:  # checked before anything is written
+    for name, tensor, given in tensors:  # check every shape before writing anything
         if given.shape != tensor.shape:
-            raise ValueError(f"{name}: saved as {given.shape}, but here {tensor.shape}")
+            raise ValueError(f"{name}: got {given.shape}, but expected {tensor.shape}")
     for _, tensor, given in tensors:
         tensor.copy_(given)
     for own, group in groups:

@@ -1,29 +1,29 @@
 """Train with `MasterAdamW`: bf16 weights, fp32 master weights, a schedule, clipping, a CUDA graph and resuming.
 
 `python master_adamw.py` trains the model of fast_step.py on random tokens and saves a checkpoint halfway. The
-script then creates everything again from another seed, resumes, and reports whether both runs end bit-identical.
-On a CPU, it runs without a graph.
+script then creates everything again from another seed, resumes from the checkpoint, and reports whether both runs
+have bit-identical losses and final weights. On a CPU, it runs without a CUDA graph.
 
 **If you come from `torch.optim.AdamW`**, most things stay the same: groups, schedulers, clipping, gradient
-scaling, `group["lr"] = x` in eager steps, copying and pickling, Hugging Face's Trainer and accelerate. These
-change:
+scaling, `group["lr"] = x` in eager steps, copying and pickling, Hugging Face's Trainer and accelerate. The
+following differs:
 
 * *Dtypes.* Creating the optimizer converts weights with two or more dimensions to bf16, so their gradients are
-  bf16, too. Summing many gradients, or averaging them over many GPUs, therefore loses bits. Cast and move the
-  model before you create the optimizer, not after.
-* *Autocast.* This model needs none, because it has no biases and its norms cast back to bf16. The residual
-  stream is then bf16, too, and only norms and loss are computed in fp32. Leave autocast on if your model has
-  biases or norms that return fp32 (GPT-2, Hugging Face's Llama), or if a convolution reads fp32 images.
-  Otherwise PyTorch refuses to multiply bf16 weights by fp32 activations.
+  bf16, too. Summing many gradients, or averaging them over many GPUs, therefore loses precision. Cast and move
+  the model before you create the optimizer, not after.
+* *Autocast.* This model doesn't need autocast, because it has no biases and its norms cast back to bf16. The
+  residual stream is then bf16, too, and only norms and loss are computed in fp32. Leave autocast on if your
+  model has biases or norms that return fp32 (GPT-2, Hugging Face's Llama), or if a convolution reads fp32
+  images. Otherwise, PyTorch refuses to multiply bf16 weights by fp32 activations.
 * *Checkpoints.* To resume bit-identically, save the optimizer's state dict, which holds the fp32 master
-  weights. Loading works in place: it also writes the model's weights from the masters, and a CUDA graph
-  continues from there, whether it was captured before or after. The model's own state dict is for inference:
-  its weights are rounded to bf16 (FP8 weights are stored as their bytes). To migrate a run from torch's
-  AdamW, load the model's fp32 weights, create the optimizer, then load AdamW's state dict.
+  weights. Loading works in place and also sets the model's weights from the master weights. A CUDA graph then
+  continues from the loaded state, whether it was captured before or after loading. The model's own state dict is
+  for inference: its weights are rounded to bf16 (FP8 weights are stored as their bytes). To migrate a run from
+  torch's AdamW, load the model's fp32 weights, create the optimizer, then load AdamW's state dict.
 * *Weight averaging.* Average `optimizer.masters()`. An average in bf16, as in `AveragedModel(model)`, stops
   moving, because a thousandth of the distance to the new weight is less than half a unit in its last place.
 * *Writing weights.* The next eager step notices a clamp, an initialization or a load. A replayed graph runs no
-  Python, so call `optimizer.take_weights()` before replaying, unless you used `load_state_dict` of the model
+  Python, so call `optimizer.take_weights()` before you replay it, unless you used `load_state_dict` of the model
   or of one of its modules. Writes through `.data` go unnoticed: write under `torch.no_grad()` instead.
 * *Several GPUs.* Create the optimizer, then wrap the model in DistributedDataParallel. The first step
   broadcasts the masters of rank 0. FSDP and ZeRO shard weights and are rejected.
@@ -31,7 +31,7 @@ change:
   every parameter needs one. Parameters that are frozen when you create the optimizer stay fp32 and are not
   part of it; to train them later, create a new optimizer. Sparse gradients, `maximize`, `amsgrad` and groups
   added later are rejected.
-* *Learning rates* are tensors, also those that a scheduler's `get_last_lr()` returns; convert them with `float`.
+* *Learning rates* are tensors, including those that a scheduler's `get_last_lr()` returns; `float` converts them.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from stepscope.optimizations import MasterAdamW
 
 
 def make_training(shape, batches, steps, moments):
-    """Return a new run's function ``train_on(batch_number)``, its optimizer and its scheduler."""
+    """Start a new run; return its function ``train_on(batch_number)``, its optimizer and its scheduler."""
     model = Model(*shape)
     for block in model.blocks:
         block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()
@@ -67,7 +67,7 @@ def make_training(shape, batches, steps, moments):
     scheduler = torch.optim.lr_scheduler.LambdaLR(  # linear warm-up, then cosine decay
         optimizer, lambda t: min((t + 1) / (steps / 10), (1 + math.cos(math.pi * t / steps)) / 2)
     )
-    batch = batches[0].clone()  # (B, T + 1) token ids, at the address that a graph reads
+    batch = batches[0].clone()  # (B, T + 1) token ids; a graph reads this tensor's address
 
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -113,7 +113,7 @@ def captured(step, optimizer):
 
 
 def main(arguments: list[str] | None = None) -> bool:
-    """Train, resume and print the results; return whether both runs ended bit-identical."""
+    """Train, resume and print the results; return whether both runs are bit-identical."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {
         "width": 128,
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> bool:
         again = torch.stack([step(number) for number in range(given.steps // 2, given.steps)]).tolist()
     ends = zip(optimizer.masters().values(), resumed.masters().values())
     same = again == losses[given.steps // 2 :] and all(torch.equal(one, other) for one, other in ends)
-    print(f"resumed at step {given.steps // 2}: {'the same to the bit' if same else 'NOT the same'}")
+    print(f"resumed at step {given.steps // 2}: {'bit-identical' if same else 'NOT bit-identical'}")
     return same
 
 

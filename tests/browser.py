@@ -1,4 +1,4 @@
-"""Open pages in an installed browser with Playwright, and clean up afterwards."""
+"""Open pages with Playwright in a browser that is installed on this machine, and clean up afterwards."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def browser() -> Iterator:
 
 @contextmanager
 def shown(on, file: Path, size: tuple[int, int] = DESKTOP, **options) -> Iterator[tuple]:
-    """Open a file offline; yield its page and its console messages."""
+    """Open a local file with the network disabled; yield the page and the list of its console messages."""
     context = on.new_context(viewport={"width": size[0], "height": size[1]}, offline=True, **options)
     try:
         page, messages = context.new_page(), []
@@ -63,7 +63,7 @@ def axe() -> str:
 
 
 def violations(page) -> list[str]:
-    """Return the accessibility rules that a page violates, each with the first element that violates the rule."""
+    """Return the accessibility rules that a page violates, each with the first offending element."""
     page.evaluate(axe())
     found = page.evaluate("axe.run({iframes: false, resultTypes: ['violations']})")["violations"]
     return [

@@ -1,4 +1,4 @@
-"""Build captures from single events, and read lines and advice from their summaries.
+"""Build captures from individual events, and read lines and advice from the captures' summaries.
 
 Times are in µs. Correlation ids and external ids are numbered automatically.
 """
@@ -35,7 +35,7 @@ def profiler_step(number: int, ts: float, dur: float) -> dict:
 
 
 def operator(name: str, dtype: str, *shapes: list, ts: float = 0, tid: int = 1) -> dict:
-    """Return an operator's event for use with ``launch``; all arguments of the operator have the same dtype."""
+    """Return an operator event to pass to ``launch``; all of the operator's arguments have the same dtype."""
     inputs = {"Input Dims": [*shapes], "Input type": [dtype] * len(shapes)}
     return event("cpu_op", name, ts, 4, tid, **{"External id": next(ids)}, **inputs)
 
@@ -52,7 +52,7 @@ def launch(
     stream: int = 7,
     **args: object,
 ) -> list[dict]:
-    """Return a 2 µs host call and the GPU operation that it launches."""
+    """Return the events of a host call that takes 2 µs and of the GPU operation that it launches."""
     correlation = next(ids)
     external = {"External id": operator["args"]["External id"]} if operator else {}
     return [
@@ -64,13 +64,13 @@ def launch(
 def kernels(
     first_call: float, number: int, name: str = GEMM, apart: float = 30, gpu: int = 0, stream: int = 7
 ) -> list[dict]:
-    """Return kernels that take 20 µs each and are launched 10 µs before they start."""
+    """Return the events of ``number`` kernels that take 20 µs each, and of their launches 10 µs earlier."""
     calls = [first_call + apart * index for index in range(number)]
     return [part for call in calls for part in launch(name, call, call + 10, 20, gpu=gpu, stream=stream)]
 
 
 def unlaunched(name: str, start: float, dur: float, correlation: int = 1 << 20) -> dict:
-    """Return a kernel whose launch isn't in the capture."""
+    """Return the event of a kernel whose launch isn't in the capture."""
     return event("kernel", name, start, dur, 7, correlation=correlation, device=0, stream=7)
 
 
@@ -95,7 +95,7 @@ def longest_gap(gpu: Device) -> list:
 
 
 def summary_line(path: Path, label: str, **options: object) -> Line:
-    """Return the summary's first line with this label, or an empty line if there is none."""
+    """Return the first line with this label in a capture's summary; if there is none, return an empty line."""
     lines = profile(path, **options)  # type: ignore[arg-type]
     return next((line for line in lines if line.label == label), Line(label, ""))
 

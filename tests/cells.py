@@ -22,7 +22,7 @@ NOTEBOOKS = sorted((PACKAGE / "notebooks").glob("*.ipynb"))
 
 @functools.cache
 def reference(runs: str | Path = "", quiet: bool = False) -> Tables:
-    """Return the reference tables with which a notebook compares its run; cache the tables."""
+    """Load the reference tables that a notebook compares its run with; cache the result."""
     return load(runs, quiet)
 
 
@@ -33,14 +33,14 @@ def run_cells(
     wrapped: Mapping[str, Callable[[Any], Any]] | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
-    """Execute a notebook's code cells in order in this process; return the variables that the cells define.
+    """Execute a notebook's code cells in this process, in order; return the variables that they define.
 
     Args:
         notebook: the notebook's path, or the name of one of the package's notebooks.
         until: stop before the first cell that contains this text.
-        replaced: values by name that replace variables, such as a clock or a library function, after each cell.
-        wrapped: wrappers by function name; a wrapper is applied once a cell has defined its function.
-        parameters: values that override the values in the parameters cell.
+        replaced: values that replace variables (such as a clock or a library function) after each cell, by name.
+        wrapped: wrappers by function name; each is applied once, after a cell has defined the function.
+        parameters: values that override those in the parameters cell.
     """
     path = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -48,9 +48,8 @@ def run_cells(
     for number, cell in enumerate(code_cells(path), 1):
         if until is not None and until in cell.source:
             return names
-        place = (
-            f"{path.name}, code cell {number}"  # inspect finds a cell's source here, as in a Jupyter kernel
-        )
+        # inspect finds a cell's source under this name, as in a Jupyter kernel
+        place = f"{path.name}, code cell {number}"
         linecache.cache[place] = (len(cell.source), None, cell.source.splitlines(keepends=True), place)
         exec(compile(cell.source, place, "exec"), names)
         if "parameters" in cell.tags:
@@ -67,9 +66,9 @@ def run_cells(
 
 
 def edited(notebook: str | Path, folder: Path, before: str, after: str) -> Path:
-    """Copy a notebook into a folder, and replace a piece of one cell's code in the copy.
+    """Copy a notebook into a folder, replace ``before`` with ``after`` in one cell, and return the copy's path.
 
-    The notebook is given by its path or by its name in the package.
+    The notebook is given by its path or by its name in the package. Only one cell may contain ``before``.
     """
     source = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
     content = json.loads(source.read_text())
@@ -83,7 +82,7 @@ def edited(notebook: str | Path, folder: Path, before: str, after: str) -> Path:
 
 
 def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Execute the only cell that contains this text; update ``names`` with the cell's variables and return it."""
+    """Execute the only cell that contains this text, with ``names`` as its variables; return ``names``."""
     (source,) = [
         cell.source
         for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb")
@@ -94,7 +93,7 @@ def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, An
 
 
 def spread(wall_times_ms: list[float]) -> dict[str, float]:
-    """Compute the wall-time columns of the tables, using only the standard library."""
+    """Compute the wall-time columns of a table's row, using only the standard library."""
     q1, _, q3 = statistics.quantiles(wall_times_ms, n=4, method="inclusive")
     return {
         "wall_ms": statistics.median(wall_times_ms),
@@ -107,7 +106,7 @@ def spread(wall_times_ms: list[float]) -> dict[str, float]:
 
 
 def covered_ms(rows: pd.DataFrame) -> float:
-    """Return the time in milliseconds during which one or more of these operations run."""
+    """Return the time in milliseconds during which at least one of these operations is running."""
     total = reached = 0
     for start, end in sorted(zip(rows["start_ns"], rows["end_ns"])):
         total, reached = total + max(0, end - max(start, reached)), max(reached, end)
@@ -115,13 +114,13 @@ def covered_ms(rows: pd.DataFrame) -> float:
 
 
 def fastest_complete_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest profiled step that contains all operations."""
+    """Return the operations of the fastest complete step; a step that lacks operations isn't complete."""
     steps = [own for _, own in operations.groupby("number")]
     return min((own for own in steps if len(own) == max(map(len, steps))), key=covered_ms)
 
 
 def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
-    """Return the total time of operations in milliseconds for each combination of values in these columns."""
+    """Return the operations' total time in milliseconds for each combination of values in these columns."""
     return (
         (operations["end_ns"] - operations["start_ns"])
         .groupby([operations[name] for name in names])
@@ -132,7 +131,7 @@ def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
 
 
 def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
-    """Compute a phase's table row from a mode's raw samples and profiled operations."""
+    """Compute a phase's row of the table of times from its mode's raw samples and profiled operations."""
     timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], fastest_complete_step(operations)
     own = own if phase == "total" else own[own["phase"] == phase]
     found = spread(timed["wall_ms"].tolist()) | {
@@ -147,7 +146,7 @@ def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dic
 
 
 def step_flops(config: Any) -> float:
-    """Return the matmul FLOPs of a full step, including attention; a step has three times the FLOPs of forward."""
+    """Return a full step's matmul FLOPs, including attention: three times as many as in forward."""
     weights = (
         config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
         + config.vocab_size * config.d_model
@@ -161,9 +160,9 @@ def step_flops(config: Any) -> float:
 
 
 def leaks(cells: list[Cell]) -> list[str]:
-    """Describe each variable that a display cell binds and a different cell reads.
+    """Describe each variable that a display cell binds and another cell reads.
 
-    If the display cell fails, the other cell fails, too.
+    If the display cell failed, the other cell would fail, too.
     """
     found = []
     for number, cell in enumerate(cells):

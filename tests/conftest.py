@@ -115,7 +115,7 @@ def threads_of_torch(monkeypatch):
 
 @pytest.fixture
 def faults(tmp_path, monkeypatch) -> Path:
-    """Make the runs of every study execute the notebook with ``FAULTS``; return the notebook's folder."""
+    """Make every study's runs execute a notebook that contains ``FAULTS``; return the notebook's folder."""
     folder = tmp_path / "faults"
     folder.mkdir()
     content = {
@@ -147,7 +147,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def write_sweep(tmp_path):
-    """Return a function that writes a sweep file; the function converts any value except a string to YAML."""
+    """Return a function that writes a sweep file; strings are written as they are, other content as YAML."""
 
     def write(content: object, name: str = "some.yaml") -> Path:
         path = tmp_path / name
@@ -167,18 +167,19 @@ def record_of(config: RunConfig, **fields) -> Record:
 
 
 def put(store: Store, config: RunConfig, **fields) -> Path:
-    """Commit the record that ``record_of`` makes to a runs folder; return the run's folder."""
+    """Make a record with ``record_of``, and commit it to a runs folder; return the run's folder."""
     return store.commit(store.new_staging_folder(), record_of(config, **fields))
 
 
 class Program:
-    """A command that runs in a separate session; an environment variable marks all processes of the command."""
+    """A ``stepscope`` command in a separate session; an environment variable marks all of its processes."""
 
     def __init__(self, folder: Path, *arguments: object):
         self.mark = f"STEPSCOPE_TEST_{uuid.uuid4().hex}"
         self.output_file = folder / f"output-{uuid.uuid4().hex[:8]}.txt"
         with self.output_file.open("w") as stream:
-            # Started in the background by a shell, the tests ignore SIGINT, and so would the program.
+            # If a shell started the tests in the background, they ignore SIGINT, and the program would inherit
+            # that.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "stepscope.cli", *map(str, arguments)],
                 stdout=stream,
@@ -217,7 +218,7 @@ class Program:
 
 @pytest.fixture
 def program(tmp_path):
-    """Yield a function that starts a command in a separate process; end all started processes after the test."""
+    """Yield a function that starts a command in its own process; after the test, end all started processes."""
     made: list[Program] = []
 
     def start(*arguments: object) -> Program:
@@ -241,12 +242,12 @@ def ended(pid: int, within_s: float = 30) -> bool:
 
 @pytest.fixture(scope="session")
 def campaign() -> SimpleNamespace:
-    """Read and render the reference once for all tests.
+    """Read the reference and render the writeup once for all tests.
 
     Returns:
-        A namespace with these fields: ``found`` contains the reference as read, ``tables`` contains its tables
-            without inconsistent rows, ``views`` contains the views of these tables, ``others`` maps the names of
-            the writeup's other datasets to their tables, and ``report`` contains the rendered writeup.
+        A namespace with these fields: ``found`` is the reference as it was read, ``tables`` are its tables
+            without inconsistent rows, ``views`` are the views of these tables, ``others`` maps the name of each
+            other dataset of the writeup to its tables, and ``report`` is the rendered writeup.
     """
     from stepscope.report import load, writeup  # imported lazily: they import matplotlib
     from stepscope.views import Views

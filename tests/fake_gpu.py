@@ -11,10 +11,10 @@ from stepscope.measure import timing
 class FakeGpu:
     """A simulated GPU and host clock; all times are in ms.
 
-    A launch takes the host 1 ms. Only a synchronization advances the host's clock to the end of the GPU's work.
+    A launch advances the host's clock by 1 ms. A synchronization advances it until the GPU has finished its work.
 
     Args:
-        modules: additional modules whose ``default_timer`` is replaced with the host's clock.
+        modules: additional modules whose ``default_timer`` is replaced with the simulated host clock.
     """
 
     def __init__(self, monkeypatch, *modules):

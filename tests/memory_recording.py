@@ -1,4 +1,4 @@
-"""Fake the CUDA allocator: answer the memory recorder's calls with the storages that a CPU step allocates."""
+"""Simulate the CUDA allocator and CUDA's autocast on a CPU, to test how memory is recorded."""
 
 import weakref
 
@@ -10,7 +10,10 @@ from torch.utils._pytree import tree_iter
 
 
 class Storages(TorchDispatchMode):
-    """A recorder of allocated and freed storages that rounds allocated sizes up to multiples of 512 bytes."""
+    """A context manager that records which storages are allocated and freed.
+
+    Allocated sizes are rounded up to multiples of 512 bytes.
+    """
 
     def __init__(self):
         super().__init__()
@@ -61,7 +64,7 @@ class Storages(TorchDispatchMode):
 
 
 def stand_in(monkeypatch) -> Storages:
-    """Patch the memory functions of torch.cuda; return the context manager that records a step's storages."""
+    """Make torch.cuda's memory functions report CPU storages; return the recorder to run the step in."""
     storages = Storages()
     for name, answer in {
         "synchronize": lambda: None,
@@ -78,9 +81,9 @@ def stand_in(monkeypatch) -> Storages:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """A mode that applies CUDA's bf16 autocast rules on a CPU, because PyTorch's rules for CPUs differ.
+    """A context manager that applies CUDA's bf16 autocast rules on a CPU, because CPUs have different rules.
 
-    Matmuls run in bf16, and the bf16 copy of each weight is kept until the region ends. Exponentials, powers,
+    Matmuls run in bf16, and the bf16 copy of each weight is kept until the context exits. Exponentials, powers,
     inverse roots, sums and the loss run in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
     """
 

@@ -35,7 +35,7 @@ def read_records(folder: Path = RUNS) -> list[tuple[Path, Row]]:
 
 
 def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return the tables of these studies and a table of their runs; add columns for the configuration fields."""
+    """Return the tables of these studies and a table of their runs, with the configuration fields as columns."""
     frames = defaultdict(list)
     for place, record in read_records(folder):
         study = record["study"]
@@ -56,7 +56,7 @@ def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[
 
 
 def keyed(rows: pd.DataFrame, key: Iterable[str]) -> Rows:
-    """Return rows keyed by the values of these columns; check that each key is unique."""
+    """Return the rows, keyed by their values in these columns; assert that the keys are unique."""
     names = [*key]
     found = {tuple(row[name] for name in names): row for row in rows.to_dict("records")}
     assert len(found) == len(rows)
@@ -72,7 +72,7 @@ def is_same(shown: Any, expected: Any) -> bool:
 
 
 def assert_same(shown: Rows, expected: Rows) -> None:
-    """Check that ``shown`` and ``expected`` have the same keys, and that all values in ``expected`` match."""
+    """Assert that both have the same keys, and that ``shown`` contains every value in ``expected``."""
     assert shown.keys() == expected.keys()
     wrong = [
         (key, column, shown[key][column], value)

@@ -1,4 +1,4 @@
-"""Copy a runs folder and scale its times, to show how the writeup changes.
+"""Copy a runs folder and scale the times in the copy, to show how the writeup responds.
 
     python tests/simulated_campaign.py runs/h200 /tmp/slower --factor 1.3 --jitter 0.2
     stepscope render --writeup --runs /tmp/slower --out /tmp/slower/report
@@ -26,7 +26,7 @@ MAX_HASH = 0xFFFFFFFF
 def factor_of(run: str, case: str, factor: float, jitter: float) -> float:
     """Return a run's factor for a case, computed from a hash of the run's name and the case."""
     digest = hashlib.md5(f"{run} {case}".encode()).hexdigest()
-    between = int(digest[:8], 16) / MAX_HASH  # between 0 and 1
+    between = int(digest[:8], 16) / MAX_HASH  # a number between 0 and 1
     return factor * (1 - jitter + 2 * jitter * between)
 
 
@@ -49,7 +49,7 @@ def scaled(table: pd.DataFrame, run: str, factor: float, jitter: float) -> pd.Da
 
 
 def write(runs: Path, out: Path, factor: float, jitter: float) -> None:
-    """Copy a runs folder, scale its times, and update the digests of the files.
+    """Copy a runs folder, scale the times in the copy, and update the files' digests in its records.
 
     Raises:
         FileExistsError: If ``out`` already exists.

@@ -1,8 +1,8 @@
-"""Write made-up records of the distributed study's GPU sweep, to render the chapter before measuring.
+"""Write simulated records of the distributed study's GPU sweep, to render its chapter before any measurement.
 
     python tests/simulated_gpus.py /tmp/simulated/h100x2 --gpus 2
 
-A simple model of the step determines every number from a matmul rate, a link rate, and a time per launch.
+All numbers follow from a simple model of the step, with a matmul rate, a link bandwidth, and a time per launch.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def bucket_mib(name: str) -> float:
-    """Return the message size in MiB of a strategy that sends gradients in buckets."""
+    """Return the size in MiB of the buckets in which a strategy all-reduces gradients."""
     sizes = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB} | {
         "ddp_graph": 100,
         "ddp_graph_bf16_gradients": 100,
@@ -90,7 +90,7 @@ def steps_row(config: Config, name: str) -> dict:
     """Return a strategy's row of the table "steps"."""
     step, parameters, gpus = model(config, name), parameter_count(config), config.gpus
     row = {"strategy": name, "control": STRATEGIES[name].control, "status": "ok", "reason": ""}
-    # bytes per parameter
+    # bytes per parameter that are sharded across the GPUs
     sharded = 16 if name.startswith("fsdp") and step.count else 8 if name == "zero1" else 0
     states_gib = (16 - sharded * (1 - 1 / gpus)) * parameters / GIB
     activations_gib = 3e-6 * config.batch_size * config.context_length * config.num_layers
@@ -165,7 +165,7 @@ def hash_of(text: str) -> float:
 
 
 def tables_of(config: Config) -> dict[str, pd.DataFrame]:
-    """Return the tables of a made-up run, by name."""
+    """Return the tables of a simulated run, by name."""
     rows: dict[str, list[dict]] = {name: [] for name in SCHEMAS}
     for strategy in config.names:
         rows["steps"].append(steps_row(config, strategy))
@@ -189,7 +189,7 @@ def tables_of(config: Config) -> dict[str, pd.DataFrame]:
 
 
 def write(folder: Path, gpus: int) -> None:
-    """Write the records of the sweep for ``gpus`` GPUs to a runs folder."""
+    """Write the simulated records of the sweep on ``gpus`` GPUs to a runs folder."""
     store = Store(folder)
     machine = {"device_name": "Made-up GPU", "cpu": "Made-up CPU", "cpu_cores": 32, "ram_gib": 256.0}
     software = {"torch": "2.11.0", "cuda": "13.0", "driver": "580"}

@@ -1,4 +1,4 @@
-"""Test memory formulas against CPU storages, H200 runs and the allocator's rounding; test which sizes fit."""
+"""Test memory formulas against CPU storages, H200 runs and the allocator's rounding, and test what fits."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -72,12 +72,12 @@ def on_gpu(**fields):
 
 @cache
 def cells():
-    """Return the names that the checkpointing notebook defines above the measuring cells."""
+    """Return the variables that the checkpointing notebook defines before its measuring cells."""
     return run_cells("checkpointing", "results, tables = ", device="cpu")
 
 
 def peak_of_step(config, mode, monkeypatch, blocks=0):
-    """Run two steps; return the peak number of requested bytes in the second step."""
+    """Run two steps; return the second step's peak requested memory in bytes."""
     names = cells()
     names["autocast"] = CudaAutocast() if config.precision == "bf16" else nullcontext()
     names["modes"] = [mode]
@@ -116,7 +116,7 @@ def test_predicted_peak_matches_the_peak_of_live_storages(fields, mode, blocks, 
 
 
 def measured(source):
-    """Yield each row of peak memory that an earlier reference measured, and the row's configuration."""
+    """Yield each row of peak memory that was measured on an H200, together with the row's configuration."""
     rows = pd.read_csv(H200)
     fields = ("size", "context_length", "precision", "attention", "optimizer")
     for row in rows[rows["source"] == source].itertuples():
@@ -175,7 +175,7 @@ def test_fully_optimized_step_peak_includes_all_gradients():
 
 
 def allocate(size, number):
-    """Return the bytes that c10's caching allocator would count for this number of tensors of equal size."""
+    """Return the bytes that c10's caching allocator would count for ``number`` tensors of ``size`` bytes."""
     free, counted = [], 0
     small = size <= 2**20
     for _ in range(number):
@@ -276,7 +276,7 @@ def test_fit_rows_report_the_predicted_peak_of_each_step(context_length):
     expected = [accounting.peak(config).allocated]
     expected += [accounting.peak(fast, "step", blocks).allocated for blocks in (0, 1)]
     expected.append(fit.fully_optimized_bytes(config, 2))
-    for asked in (config, fast):  # the rows don't depend on the requested step
+    for asked in (config, fast):  # the requested configuration doesn't affect the rows
         assert [row.peak_gib * GIB for row in fit.fit(asked, 80)] == expected
     assert len({*expected}) >= 3
 

@@ -1,4 +1,4 @@
-"""Test the project's rules for the imports and lengths of modules, and the contents of a wheel."""
+"""Test the project's rules for its modules' imports and lengths, its source files, and its wheel."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from stepscope import PACKAGE, PROJECT
 from stepscope.studies import STUDIES
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MAX_NODES = 3300  # in nodes of the syntax tree, because a limit on lines would encourage long lines
+MAX_NODES = 3300  # nodes of a module's syntax tree; a limit on lines would encourage long lines
 # A module may import only from layers above its own, or from its own folder.
 LAYERS = [
     ["stepscope"],
@@ -43,7 +43,7 @@ def name_of(path: Path) -> str:
 
 
 def layer_of(module: str) -> tuple[int, str]:
-    """Return the number and name of a module's layer: the longest layer name that matches the module's name."""
+    """Return the number and name of a module's layer, which is the longest matching entry in ``LAYERS``."""
     found = [
         (len(name), place, name)
         for place, names in enumerate(LAYERS)
@@ -57,7 +57,7 @@ def layer_of(module: str) -> tuple[int, str]:
 
 
 def imports(source: str) -> set[str]:
-    """Return the modules of the package that a module's source imports."""
+    """Return the modules of this package that the source of a module imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "stepscope":
@@ -71,7 +71,7 @@ def imports(source: str) -> set[str]:
 
 
 def upward(module: str, source: str) -> list[str]:
-    """Describe the imports of a module from layers below the module's layer."""
+    """Describe a module's imports from layers below its own layer, which the rules don't allow."""
     own, _ = layer_of(module)
     return [f"{module} imports {other}" for other in imports(source) if layer_of(other)[0] > own]
 
@@ -128,7 +128,7 @@ def test_no_module_exceeds_the_node_limit():
 
 
 def _tool(*command: str, stdin: str | None = None) -> tuple[int, str]:
-    """Run a Python program in the checkout; return its exit status and output."""
+    """Run Python with these arguments in the checkout; return its exit status and its output."""
     done = subprocess.run(
         [sys.executable, *command], cwd=PROJECT, input=stdin, capture_output=True, text=True
     )
@@ -158,7 +158,7 @@ def test_mypy_reports_only_the_planted_error(tmp_path):
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
 def test_wheel_includes_every_file_type_of_the_package():
-    """pyproject.toml lists the suffix of every file in the package."""
+    """Check that pyproject.toml lists the suffix of every file in the package."""
     text = (PROJECT / "pyproject.toml").read_text()
     data = re.search(r"^stepscope = (\[[^\]]*\])", text, re.MULTILINE)
     kinds = {Path(pattern).name.removeprefix("*") for pattern in ast.literal_eval(data[1])} | {".py"}

@@ -39,13 +39,13 @@ def small(**fields):
 
 
 def run_notebook(notebook="attention", until="errors = results.checks", replaced=None, **fields):
-    """Run the notebook up to the first cell that shows measurements; return the names that it defines."""
+    """Run the notebook up to the first cell that shows measurements; return its variables."""
     return run_cells(notebook, until=until, replaced=replaced, **SMALL | fields)
 
 
 @pytest.fixture(scope="module")
 def calls():
-    """Return the names that the cells above the measuring cell define."""
+    """Return the variables that the notebook defines before its measuring cell."""
     return run_notebook(until="cases = [")
 
 
@@ -140,14 +140,14 @@ def test_float64_attention_matches_autograd():
 def test_float64_attention_in_chunks_matches_a_single_pass(monkeypatch):
     inputs = Inputs(small(), 32)
     at_once = attention_in_float64(inputs)
-    # each chunk contains five queries, but the last contains two
+    # each chunk contains five queries, except for the last one, which contains two
     monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)
     for expected, chunked in zip(at_once, attention_in_float64(inputs), strict=True):
         torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=0)
 
 
 def run_with_scores(change, **fields):
-    """Run the notebook with flash attention and with naive attention on changed scores; return the tables."""
+    """Measure flash attention, and naive attention with ``change`` applied to its scores; return the tables."""
 
     def naive(q, k, v, mask):
         scores = change(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5)
@@ -364,7 +364,7 @@ def test_interrupted_measurement_keeps_completed_checks(calls):
 # -- changes that the notebook suggests --------------------------------------------------------------------------------
 
 
-def test_differentiating_the_maximum_of_the_scores_saves_an_extra_matrix(tmp_path, calls):
+def test_differentiating_the_score_maximum_stores_an_extra_matrix(tmp_path, calls):
     notebook = edited("attention", tmp_path, "scores.detach()", "scores")
     fields = {"context_lengths": [64], "implementations": ["naive"]}
     after = run_cells(notebook, **SMALL | fields)["results"]
@@ -374,7 +374,7 @@ def test_differentiating_the_maximum_of_the_scores_saves_an_extra_matrix(tmp_pat
     assert (after.cases["saved_mib"] - before.cases["saved_mib"] >= 0.99 * matrix_mib).all()
 
 
-# -- the notebook's picture ------------------------------------------------------------------------------------
+# -- the notebook's figure ------------------------------------------------------------------------------------
 
 
 def readable_ticks(axis, limits):
@@ -435,7 +435,7 @@ def test_formula_predicts_gpu_peak_memory(cell):
 
 
 @pytest.mark.parametrize("name, squares", [("flash", 0), ("naive", 2)])
-def test_flash_saves_one_number_per_query_and_naive_also_saves_two_matrices(name, squares, calls):
+def test_flash_stores_one_number_per_query_and_naive_also_stores_two_matrices(name, squares, calls):
     inputs = Inputs(small(), 256)
     memory_bytes = measure.pass_memory(
         calls["prepare"](name, inputs),
@@ -464,7 +464,7 @@ def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
 
 
 def test_passes_table_adds_phases_and_omits_impossible_times():
-    """On a GPU, GPU time may exceed wall time by 2%. On a CPU, GPU and wall times come from different passes."""
+    """On a GPU, up to 2% more GPU time than wall time is accepted; a CPU's times come from different passes."""
     cases = [
         case_rows("naive"),
         case_rows("compiled", gpu_ms=(1.0, 2.02)),

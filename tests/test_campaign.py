@@ -1,4 +1,4 @@
-"""Test that changing the records changes the writeup's numbers, and that reordering the records doesn't."""
+"""Test that the writeup depends on the values in the records, but not on the order of the records."""
 
 import hashlib
 import importlib
@@ -42,7 +42,7 @@ def test_reference_was_measured_by_one_version_of_the_code_on_one_kind_of_gpu():
 
 
 def shuffled(table: pd.DataFrame) -> pd.DataFrame:
-    """Reorder a table's runs, or all rows if the table has no runs."""
+    """Reorder the runs in a table; if the table has no column that names the run, reorder its rows."""
     if "run_id" not in table:
         return table.sample(frac=1, random_state=1)
     digests = {run: hashlib.md5(run.encode()).hexdigest() for run in table["run_id"].unique()}
@@ -120,7 +120,7 @@ class Template:
                 self._lines[number] = environment.from_string(line)
 
     def used(self, code: str) -> set[str]:
-        """Return the views that an expression uses, directly or through set lines."""
+        """Return the views that an expression uses, directly or through variables that other lines set."""
         names = re.findall(r"(?<![.\w])[a-z]\w*\b(?!=)", re.sub('"[^"]*"', "", code))
         return {view for name in names for view in self.views.get(name, ())}
 
@@ -149,9 +149,9 @@ class Template:
 
 
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
-    """Replace each measured column's values with another column's values, if possible with the same unit.
+    """Replace the values of each measured column with those of another, preferably one with the same unit.
 
-    Also scale the rows by different factors, because the other column may be equal or missing.
+    Also scale the rows by different factors, because both columns may be equal, or there may be no other column.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3
@@ -162,14 +162,14 @@ def rotated(view: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured(view: pd.DataFrame) -> list[str]:
-    """Return the numeric columns that don't belong to the key, sorted by unit."""
+    """Return the names of a view's numeric columns that aren't part of its key, sorted by unit."""
     numbers = view.select_dtypes("number").columns.difference(view.attrs["key"])
     return sorted(numbers, key=lambda name: (unit_of(name), name))
 
 
 @pytest.fixture(scope="module")
 def frames(campaign) -> dict[str, pd.DataFrame]:
-    """Return the views that templates use; views of other datasets have names such as h100x2_strategies."""
+    """Return the views that templates use, by name; names of other datasets' views begin with the dataset."""
     found = dict(campaign.views._made)
     for dataset, tables in campaign.others.items():
         views, studies = Views(tables), {name.partition(".")[0] for name in tables}

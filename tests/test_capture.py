@@ -53,9 +53,9 @@ def profile_text(path: Path, **options: object) -> str:
 
 
 def training_step(number: int, at: float) -> list[dict]:
-    """Return a step whose forward and optimizer run on the main thread and whose backward runs on autograd's.
+    """Return the events of a step with forward and optimizer on the main thread, and backward on autograd's.
 
-    Computation hides half of the communication.
+    Half of the communication overlaps computation.
     """
     matmul = operator("aten::mm", "c10::BFloat16", [64, 32], [32, 16], ts=at + 1)
     return [
@@ -72,7 +72,7 @@ def training_step(number: int, at: float) -> list[dict]:
 
 @pytest.fixture(params=["trace.json", "trace.json.gz"])
 def training(request, tmp_path):
-    """Write a trace of a kernel whose launch isn't in the capture, followed by two steps."""
+    """Write a trace that contains a kernel without a recorded launch, followed by two steps."""
     events = [unlaunched(ADD, 0, 5), *training_step(3, 100), *training_step(4, 200)]
     ranks = {"rank": 1, "world_size": 4}
     return write_trace(tmp_path / request.param, events, **H100, distributedInfo=ranks)
@@ -101,7 +101,7 @@ def test_profile_reports_step_times_and_advice_for_a_trace(training, tmp_path):
     values = {line.label: line.values for line in lines}
     assert text["capture"].startswith("rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4)")
     assert "left out: 1 launched before (0.00500 ms)" in text["capture"]
-    # The GPU is idle when a step begins on the host, so the first step lasts 100 µs.
+    # The GPU is idle when each step begins on the host, so the first step lasts until the second begins: 100 µs.
     step = values["step on GPU"]
     assert step["steps_ms"] == [0.1, 0.08] and step["wall_ms"] == pytest.approx(0.09)
     parts = ("compute", "exposed_copies", "exposed_communication", "idle")
@@ -148,7 +148,7 @@ def test_flops_and_bytes_are_computed_from_operand_shapes(tmp_path, name, shapes
 def test_operations_between_backward_nodes_are_forward_only_when_launched_by_node_creators(
     tmp_path, operators, between
 ):
-    """Pipelines and split backward passes run forward operations between backward nodes."""
+    """Pipeline parallelism and split backward passes run forward operations between backward nodes."""
     nodes = [event("cpu_op", NODE, ts, 10, 2, **{"Sequence number": 1 + (ts > 10)}) for ts in (10, 30)]
     creators = [event("cpu_op", "aten::mm", ts, 2, **{"Sequence number": number}) for ts, number in operators]
     calls = ((1, 1), (12, 2), (22, 1), (25, 1), (27, 1), (32, 2), (50, 1))
@@ -188,7 +188,7 @@ def test_phase_of_recognizes_spelling_variants(phase, names):
 
 
 def annotated_steps(forward: str = "Forward") -> list[dict]:
-    """Return three steps' events in ranges with user-chosen names."""
+    """Return the events of three steps, in ranges named by a user."""
     events = []
     for number in range(3):
         at = 100 * number
@@ -218,7 +218,7 @@ def test_load_capture_uses_repeating_ranges_as_steps_unless_step_is_given(tmp_pa
 
 @pytest.mark.parametrize(("threads", "steps"), [((1, 2), []), ((1,), ["train step"] * 3)])
 def test_range_on_several_threads_does_not_count_as_a_step(tmp_path, threads, steps):
-    """If two threads (such as autograd's and a data loader's) open ranges, the ranges enclose all launches."""
+    """With two threads (such as autograd's and a data loader's), the ranges together enclose all launches."""
     starts = [(100 * number + 50 * (tid - 1), tid) for number in range(3) for tid in threads]
     ranges = [annotation("train step", start, 40, tid) for start, tid in starts]
     work = [part for call in range(10, 300, 50) for part in launch(ADD, call, 1000 + call, 5)]
@@ -252,7 +252,7 @@ def test_generated_kernel_is_compared_with_the_rate_of_a_faster_kernel(tmp_path)
     ]
     (advice,) = [each for each in advice_for(first_gpu(tmp_path, events)) if "speed up" in each.what]
     assert "triton_poi_1" in advice.what
-    # it takes 0.1 ms, but would take 0.01 ms at the other kernel's rate
+    # the kernel takes 0.1 ms, but would take 0.01 ms at the other kernel's rate
     assert advice.ms == pytest.approx(0.09)
 
 
@@ -499,7 +499,7 @@ GPU_STREAMS = [(0, 7), (0, 7), (0, 9), (1, 9), (1, 9), (1, 7)]
 
 
 def training_on_two_gpus(seed: int) -> list[dict]:
-    """Return events of two GPUs that run four or five steps of different lengths, and work outside the steps.
+    """Return the events of four or five steps of different lengths on two GPUs, and of work outside the steps.
 
     Each GPU uses two streams. All times are integer µs, and each GPU's operations start at distinct times.
     """
@@ -533,7 +533,7 @@ def training_on_two_gpus(seed: int) -> list[dict]:
 
 
 def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[dict]]]:
-    """Return each GPU and all operations of the GPU (including those before the steps), sorted by start time."""
+    """Return each GPU with all of its operations, including those before the steps, sorted by start time."""
     capture = load_capture(write_trace(path, events, **H100))
     early, later = capture.excluded.assign(is_early=True), capture.operations.assign(is_early=False)
     operations = pd.concat([early, later]).sort_values("start_ns")
@@ -548,13 +548,13 @@ def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[di
 
 
 def busy_ticks(rows: list[dict], begin: int, end: int) -> set[int]:
-    """Return each microsecond of the window during which at least one of these operations runs."""
+    """Return the microseconds of the window during which at least one of these operations is running."""
     spans = [range(max(row["begin"], begin), min(row["end"], end)) for row in rows]
     return {tick for span in spans for tick in span}
 
 
 def expected_windows(gpu: Device, rows: list[dict]) -> list[tuple[int, int]]:
-    """Return the begin and end of each step on the GPU in µs."""
+    """Return the start and end of each step on the GPU, in µs."""
     host = gpu.capture.ranges.set_index("step")[["start_ns", "end_ns"]] // 1000
     on_stream = [row for row in rows if row["step"] >= 0 and row["stream"] == gpu.stream]
     first = {row["step"]: row["begin"] for row in reversed(on_stream)}
@@ -615,10 +615,10 @@ def test_step_breakdown_matches_counting_microseconds(tmp_path, seed):
 
 
 def gaps_by_counting(gpu: Device, rows: list[dict], begin: int, end: int) -> list[tuple]:
-    """Return a tuple for each gap.
+    """Return a tuple for each idle gap in a window, with times in µs.
 
-    Each tuple contains the gap's begin and end, whether the gap starts the window, and when the next operation
-    starts and its launch returns.
+    The tuple contains the gap's start and end, whether the gap is at the start of the window, and the times at
+    which the next operation starts and at which its launch call returns.
     """
     idle = set(range(begin, end)) - busy_ticks(rows, begin, end)
     gaps = []

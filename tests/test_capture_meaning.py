@@ -1,4 +1,4 @@
-"""Test how captures are interpreted: steps, causes of idle time, waiting communication, and advice."""
+"""Test how captures are interpreted: steps, causes of idle time, waiting in collectives, and advice."""
 
 import gzip
 import math
@@ -41,7 +41,7 @@ TWO_GPUS = Path(__file__).parent / "data" / "nccl_payloads.sqlite.gz"
 
 
 def steps(count: int = 3, name: str = "ProfilerStep#{}", empty: tuple[int, ...] = ()) -> list[dict]:
-    """Return 1 ms steps that run 20 kernels in the first 610 µs; steps in ``empty`` run no kernels."""
+    """Return the events of 1 ms steps with 20 kernels in the first 610 µs; steps in ``empty`` have none."""
     events = []
     for number in range(count):
         events.append(annotation(name.format(number), 1000 * number, 999))
@@ -51,7 +51,7 @@ def steps(count: int = 3, name: str = "ProfilerStep#{}", empty: tuple[int, ...] 
 
 
 def layered(inner: str, outer: str = "") -> list[dict]:
-    """Return four iterations, each a six-layer forward pass followed by a loss."""
+    """Return the events of four iterations, each a six-layer forward pass followed by a loss."""
     events = []
     for at in range(0, 4880, 1220):
         if outer:
@@ -64,7 +64,7 @@ def layered(inner: str, outer: str = "") -> list[dict]:
 
 
 def warmed_up(measured: int = 10) -> list[dict]:
-    """Return three warm-up steps with kernels for 900 µs each, followed by ``measured`` 310 µs forward passes."""
+    """Return the events of three 1 ms warm-up steps, followed by ``measured`` forward passes of 310 µs each."""
     events = []
     for number in range(3):
         at = 1000 * number
@@ -76,7 +76,10 @@ def warmed_up(measured: int = 10) -> list[dict]:
 
 
 def slow_host(kind: str = "", name: str = "", shift: float = 0) -> list[dict]:
-    """Return four 60 ms steps in which the host launches nothing for 50 ms, and then 100 kernels of 95 µs each."""
+    """Return the events of four 60 ms steps; in each, the host launches 100 kernels, but only after 50 ms.
+
+    If ``kind`` is given, a host event of this kind covers these 50 ms.
+    """
     events = []
     for number in range(4):
         at = shift + 60_000 * number
@@ -89,14 +92,14 @@ def slow_host(kind: str = "", name: str = "", shift: float = 0) -> list[dict]:
 
 
 def waiting_for_an_event() -> list[dict]:
-    """Return a kernel that is launched 6 µs after the GPU becomes idle but starts 100 ms later."""
+    """Return the events of a kernel that starts 100 ms after its launch, although the GPU is idle all along."""
     first = [*launch(GEMM, 0, 10, 10), *launch("waits_for_an_event", 24, 100_000, 10)]
     later = [part for i in range(20) for part in launch(ADD, 30 + i, 100_010 + 10 * i, 10)]
     return [*first, *later]
 
 
 def one_known_launch() -> list[dict]:
-    """Return 101 kernels separated by gaps; only the launch of the first kernel is included."""
+    """Return the events of 101 kernels separated by gaps; only the first kernel's launch is included."""
     return [*launch(GEMM, 0, 7, 50), *(unlaunched(ADD, 200 * number, 50) for number in range(1, 101))]
 
 
@@ -119,7 +122,7 @@ def graph_without_kernels() -> list[dict]:
 
 
 def late_rank() -> list[dict]:
-    """Return five collectives; the first collective waits 17 s for a different GPU."""
+    """Return the events of five collectives; the first one waits 17 s for another GPU."""
     events = launch(ALL_REDUCE, 0, 10, 17_000_000)
     for number in range(4):
         at = 17_000_100 + 10_100 * number
@@ -128,7 +131,7 @@ def late_rank() -> list[dict]:
 
 
 def decode_steps() -> list[dict]:
-    """Return 32 steps that replay a graph, and the operations of only two of the steps."""
+    """Return the events of 32 steps that replay a graph, with the GPU operations of only the first two."""
     events = []
     for number in range(32):
         at, correlation = 55_000 * number, next(ids)
@@ -141,8 +144,8 @@ def decode_steps() -> list[dict]:
     return events
 
 
-# name: events, steps (0: the capture counts as one step), median wall time and busy time in ms, the label of the
-# step's bound, and the beginning of the first piece of advice
+# For each capture: its events, the number of steps (0 if the entire capture counts as one step), the median wall
+# time and busy time in ms, the label of the step's bound, and the beginning of the first piece of advice.
 CASES = {
     "baseline": (steps(), 3, 1.0, 0.4, "host-bound", "find out what the host does"),
     "layers": (layered("layer {}", "forward"), 0, 4.727, 2.16, "launch-bound", "launch fewer"),
@@ -239,7 +242,7 @@ def test_warmup_operations_are_excluded_and_counted(tmp_path):
 
 
 def test_empty_steps_are_counted_without_shifting_outlier_names(tmp_path):
-    late_kernels = kernels(4800, 5)  # launched in step 4, but end in step 5
+    late_kernels = kernels(4800, 5)  # launched in step 4, but finish in step 5
     last_step = [profiler_step(6, 8000, 100), *kernels(8001, 2)]
     events = [*steps(6, empty=(0, 3)), *late_kernels, *last_step]
     gpu = first_gpu(tmp_path, events)
@@ -329,7 +332,7 @@ def test_time_span_includes_only_complete_steps(tmp_path):
 
 
 @pytest.mark.parametrize(("launches", "cause"), [(0, "unnamed"), (15, "launch")])
-def test_host_launching_for_a_different_gpu_does_not_count_as_silent(tmp_path, launches, cause):
+def test_host_launching_for_another_gpu_counts_as_busy_launching(tmp_path, launches, cause):
     """Between two operations on GPU 0, the thread launches kernels on GPU 1."""
     own = [*launch(GEMM, 0, 5, 10), *launch(GEMM, 1000, 1005, 10), *launch(ADD, 1010, 1016, 3000)]
     gpu = first_gpu(tmp_path, [*own, *kernels(50, launches, apart=60, gpu=1)])
@@ -337,7 +340,7 @@ def test_host_launching_for_a_different_gpu_does_not_count_as_silent(tmp_path, l
 
 
 def merged_ranks() -> list[dict]:
-    """Return the events of two ranks; the ranks use the same correlation ids and step names."""
+    """Return the merged events of two ranks that use the same correlation ids and step names."""
     first = slow_host("user_annotation", "load")
     second = [each | {"name": "save"} if each["name"] == "load" else each for each in first]
     events = []
@@ -360,7 +363,7 @@ def test_idle_time_of_each_rank_is_explained_by_its_own_host(tmp_path):
 
 
 def collective(name: str, call: float, dur: float, elements: int, dtype: str) -> list[dict]:
-    """Return a collective operation across 8 GPUs."""
+    """Return the events of a collective across 8 GPUs and of its launch."""
     message = {"In msg nelems": elements, "Out msg nelems": elements, "dtype": dtype, "Group size": 8}
     return launch(name, call, call + 100, dur, **message)
 
@@ -370,7 +373,7 @@ def test_exposed_communication_splits_into_transfer_and_waiting(tmp_path):
     events = [
         *kernels(0, 10),
         *collective(ALL_REDUCE, 300, 1000, 24_000_000, "BFloat16"),
-        *kernels(350, 5, apart=300, stream=9),  # three collectives run concurrently
+        *kernels(350, 5, apart=300, stream=9),  # three of these kernels overlap the collective
     ]
     gpu = first_gpu(tmp_path, events, **A100)
     parts = exposed_communication(gpu)
@@ -413,18 +416,18 @@ def test_communication_of_unknown_size_counts_as_transfer_unless_unusually_long(
 
 
 def test_nccl_payloads_separate_transfer_from_waiting():
-    """On two H200s, rank 1 computes 10 ms longer per step, so rank 0 waits in each 26,214,400 B all-reduce."""
+    """In a capture of two H200s, rank 1 computes 10 ms longer per step, so rank 0 waits in its collectives."""
     capture = load_capture(TWO_GPUS)
     operations = capture.operations
     sized = operations[operations["message_bytes"] >= 0]
     kinds = sized["name"].astype(str).str.extract("_(AllReduce|AllGather|ReduceScatter)_")[0]
     sizes = sized["message_bytes"].groupby(kinds.to_numpy()).agg(["min", "max"]).to_dict("split")
     assert sizes["index"] == ["AllGather", "AllReduce", "ReduceScatter"]
-    # NCCL reports only the bytes that one of the two ranks sends
+    # For each collective, NCCL reports only the bytes that a single rank sends.
     assert sizes["data"] == [[52_428_800] * 2, [26_214_400] * 2, [52_428_800] * 2]
     assert set(sized["group_size"]) == {2}
     early, late = (exposed_communication(gpu) for gpu in devices(capture))
-    # Each of three collectives moves 26,214,400 B at 450 GB/s, once into and once out of each GPU.
+    # In each of three collectives, every GPU sends and receives 26,214,400 B at 450 GB/s.
     assert early.min_transfer_ms == pytest.approx(3 * 26_214_400 / 450e9 * 1e3, rel=0.01)
     assert early.waiting_ms > 9 > 1 > late.waiting_ms
 
@@ -438,7 +441,7 @@ def changed_payloads(folder: Path, statement: str, *values: str):
 
 
 def test_minimum_transfer_time_is_unknown_when_one_gpu_is_captured(tmp_path):
-    """The minimum depends on how many ranks the collective has, and the capture doesn't contain this number."""
+    """The minimum depends on the number of ranks in the collective, which this capture doesn't contain."""
     capture = changed_payloads(tmp_path, "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE deviceId = 1")
     (gpu,) = devices(capture)
     parts = exposed_communication(gpu)

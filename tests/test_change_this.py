@@ -1,6 +1,6 @@
-"""Test that the changes suggested in notebooks have the promised effects on a CPU.
+"""Test that the changes suggested in the notebooks have the promised effects on a CPU.
 
-Test here only the changes that test_benchmark.py, test_mixed_precision.py and test_nsys.py don't test.
+test_benchmark.py, test_mixed_precision.py and test_nsys.py cover the changes that aren't tested here.
 """
 
 import json
@@ -27,7 +27,7 @@ QUICK = TINY | {"warmup_steps": 1}
 PROFILE = {"context_length": 16, "vocab_size": 100, "device": "cpu"}
 MIXED = TINY | {"numerics": False}
 
-# The code of each hint, and the test that runs it.
+# The code in each hint, and the test that applies it.
 HINTS = {
     "benchmark": {
         "context_length = 256": "test_longer_context_adds_tokens_without_changing_adamw",
@@ -61,7 +61,7 @@ NAMES = {
 
 
 def hints(notebook: str) -> str:
-    """Return the changes that a notebook suggests, omitting the questions that follow the changes."""
+    """Return the changes that a notebook suggests, without the question that follows each of them."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     found = [
@@ -78,7 +78,7 @@ def test_every_suggested_change_is_tested(notebook):
 
 @pytest.mark.parametrize(("notebook", "fields"), [("benchmark", QUICK), ("mixed_precision", MIXED)])
 def test_figures_are_shown_once(notebook, fields):
-    """If a figure stayed open, Jupyter would show the figure again, without content, below the cell."""
+    """If a cell left its figure open, Jupyter would show an additional, empty figure below the cell."""
     plt.close("all")  # figures that other tests left open
     run_cells(notebook, **fields)
     assert plt.get_fignums() == []
@@ -106,7 +106,7 @@ def test_longer_context_adds_tokens_without_changing_adamw(plain, field):
 
 
 def test_longer_context_on_a_gpu_raises_tokens_per_second_without_slowing_adamw():
-    """The hint promises this effect only for GPUs, because a CPU has no idle units that more tokens could use."""
+    """The hint promises this effect only for GPUs, because a CPU has no idle units for more tokens to use."""
     times = reference(quiet=True)["benchmark.times"]
     baseline = (
         "mode == 'step' and size == 'small' and precision == 'fp32' and attention == 'naive'"
@@ -239,7 +239,7 @@ def test_wait_after_forward_leaves_operations_unchanged(tmp_path):
 
 
 def test_answer_of_the_nsys_notebook_follows_from_the_measured_phases():
-    """In the made-up times, the loss reduces the matmuls' share of the time more than AdamW does."""
+    """In these simulated times, the loss reduces the matmuls' share of the time more than AdamW does."""
     rows = [
         ("forward", "forward", "matrix multiply", 50),
         ("forward", "forward", "other", 50),

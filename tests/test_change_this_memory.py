@@ -1,4 +1,4 @@
-"""Test the "Change this" hints about memory on a CPU (by running the notebooks) and on a GPU (by formula)."""
+"""Test the "Change this" hints about memory: run notebooks for the CPU, and apply formulas for the GPU."""
 
 import ast
 import json
@@ -37,7 +37,7 @@ def hints(notebook: str) -> list[dict]:
 
 
 def memory(**fields):
-    """Return the MiB that each region of a block saves, and the step's predicted peaks on a CPU and a GPU."""
+    """Return the MiB that each region of a block saves, and the step's peaks predicted for a CPU and a GPU."""
     names = run_cells("memory", "is_copy = ", device="cpu", **fields)
     rows = names["tables"]["allocations"].query("what == 'saved by a block'")
     on_gpu = accounting.peak(names["config"].model_copy(update={"device": "cuda"}), "step")
@@ -57,7 +57,7 @@ def test_fused_adamw_moves_the_peak_back_to_backward():
     assert [top.phase for top in peaks] == ["backward"] * 2
 
 
-def test_fused_attention_saves_no_scores():
+def test_fused_attention_stores_no_scores():
     naive, fused = memory()[0], memory(attention="sdpa")[0]
     assert "attention.softmax" in naive.index and "attention.softmax" not in fused.index
 

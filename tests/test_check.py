@@ -1,4 +1,4 @@
-"""Test the comparison of the committed writeup with its records."""
+"""Test ``stepscope check``, which compares the committed writeup with its records."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_written_report_matches_its_records(out):
 
 
 @pytest.mark.parametrize("page", ["writeup.md", "evidence/benchmark.md"])
-def test_differences_name_the_line_of_a_changed_number(out, page):
+def test_differences_include_the_line_of_a_changed_number(out, page):
     path = out / page
     path.write_text(path.read_text().replace("58.9", "59.9"))
     line = TEXTS[page][: TEXTS[page].index("58.9")].count("\n") + 1
@@ -35,7 +35,7 @@ def test_differences_name_the_line_of_a_changed_number(out, page):
     assert found.startswith(f"{page}, line {line}: got ") and "59.9" in found and "58.9" in found
 
 
-def test_differences_name_missing_and_binary_pages(out):
+def test_differences_include_missing_and_binary_pages(out):
     (out / "writeup.md").unlink()
     (out / "writeup.html").write_bytes(b"\xff")
     found = differences(Report(TEXTS), out)
@@ -50,12 +50,12 @@ def test_figures_are_compared_by_visible_content(out):
     assert differences(Report(TEXTS), out) == ["figures/busy.svg shows different data than the records"]
 
 
-def test_differences_name_an_unused_figure(out):
+def test_differences_include_an_unused_figure(out):
     texts = {name: text for name, text in TEXTS.items() if name != "figures/busy.svg"}
     assert differences(Report(texts), out) == ["figures/busy.svg isn't used by any page"]
 
 
-def test_differences_name_an_unusable_run(out):
+def test_differences_include_an_unusable_run(out):
     assert differences(Report(TEXTS, ["a/b: no record"]), out) == ["omitted: a/b: no record"]
 
 

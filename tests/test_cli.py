@@ -81,7 +81,7 @@ def test_invalid_input_exits_with_one_line_error_and_status_2(run, monkeypatch, 
         arguments = [*arguments, "--runs", str(tmp_path / "runs")]
     code, out, err = run(*arguments)
     assert code == 2 and words in re.sub(r"\s+", " ", err) and "Traceback" not in err and not out
-    assert "/tmp/" not in err.replace(str(tmp_path), "")  # the message contains no path of a temporary file
+    assert "/tmp/" not in err.replace(str(tmp_path), "")  # the message names no temporary file
     assert not (tmp_path / "runs").exists()
 
 
@@ -146,7 +146,7 @@ def test_unwritable_output_prints_a_one_line_error(tmp_path, tiny, closed, code,
         ),
     ],
 )
-def test_fit_does_not_import_torch_when_memory_is_given(arguments, words):
+def test_fit_command_does_not_import_torch_when_memory_is_given(arguments, words):
     code = (
         "import sys; sys.modules |= dict.fromkeys(('torch', 'pandas', 'numpy')); sys.argv[0] = 'stepscope';"
         "from stepscope.cli import main; main()"
@@ -167,7 +167,7 @@ def test_options_have_the_same_name_in_every_command():
     assert {"shape", "vocab", "batch", "context", "edition", "runs", "time_budget"} <= flags.keys()
 
 
-def test_sweep_reports_run_counts_and_failure_causes(run, write_sweep, faults, tmp_path):
+def test_sweep_command_reports_run_counts_and_failure_causes(run, write_sweep, faults, tmp_path):
     path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}})
     code, out, err = run("sweep", path, "--runs", tmp_path / "runs", "--time-budget", 0)
     assert code == 75 and "stopped by the time budget; runs left: 2" in err and not out
@@ -175,7 +175,7 @@ def test_sweep_reports_run_counts_and_failure_causes(run, write_sweep, faults, t
     assert code == 1 and "1 done, 0 out of memory, 1 failed" in err and "ValueError: as asked" in err
 
 
-def test_list_names_altered_runs(run, tmp_path, tiny):
+def test_list_command_reports_altered_runs(run, tmp_path, tiny):
     store = Store(tmp_path / "runs")
     put(store, tiny(), cause="\x1b[31m<b>red", status="failed")
     place = put(store, tiny(seed=1))
@@ -208,7 +208,7 @@ def test_timeout_and_time_budget_are_in_minutes(run, monkeypatch, tmp_path, comm
     assert [(options.timeout_s, options.time_budget_s) for options in asked] == [(30, 3600)]
 
 
-def test_report_measures_missing_runs_and_renders_the_report(
+def test_report_command_measures_missing_runs_and_renders_all_runs(
     run, monkeypatch, faults, tmp_path, tiny, write_sweep
 ):
     path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, 1]}})
@@ -242,7 +242,7 @@ def test_exit_status_reflects_failed_and_remaining_runs(run, monkeypatch, tmp_pa
     assert (f"runs left: {left}, beginning with {tiny(seed=7).label}." in err) == (left > 0)
 
 
-def test_list_shows_each_runs_status_time_notebook_and_cause(run, tmp_path, tiny):
+def test_list_command_shows_status_time_notebook_and_cause_of_each_run(run, tmp_path, tiny):
     store = Store(tmp_path / "runs")
     ends = [("ok", 3.4, "a", None), ("failed", 70.6, "b", "it fell"), ("oom", 12.0, "a", "too large")]
     for seed, (status, duration_s, source, cause) in enumerate(ends):
@@ -273,7 +273,7 @@ def test_list_shows_each_runs_status_time_notebook_and_cause(run, tmp_path, tiny
         ([], ["--memory", 48], (48.0, 2025)),
     ],
 )
-def test_fit_defaults_to_the_smallest_gpu_or_80_gib(run, monkeypatch, gpus_gib, options, expected):
+def test_fit_command_defaults_to_the_smallest_gpu_or_80_gib(run, monkeypatch, gpus_gib, options, expected):
     from stepscope.report import fit_table
 
     monkeypatch.setattr(fit_table, "fit_table", lambda config, *arguments: str(arguments))
@@ -295,7 +295,7 @@ def test_study_sweep_without_a_gpu_runs_its_part_of_the_cpu_sweep(run, monkeypat
     assert plan.configs == [config for config in everything.configs if config.study == study]
 
 
-def test_ladder_runs_a_function_for_every_combination_of_arguments(run, monkeypatch, tmp_path):
+def test_ladder_command_runs_a_function_with_every_combination_of_arguments(run, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(cli, "_sweep_and_render", lambda sources, runs, options: asked.extend(sources))
     monkeypatch.setenv("STEPSCOPE_MODEL", "")

@@ -158,7 +158,7 @@ def test_config_error_names_the_field_and_its_value(tiny, fields, words):
 def test_numeric_fields_accept_only_values_within_bounds(tiny, field, least, most):
     model = {"size": None, "d_model": 2, "d_ff": 3, "num_layers": 1, "num_heads": 1}
     assert [getattr(tiny(**model | {field: number}), field) for number in (least, most)] == [least, most]
-    for number in (least - 1, most + 1 + (field == "d_model")):  # an odd width raises a different error
+    for number in (least - 1, most + 1 + (field == "d_model")):  # an odd width would raise a different error
         with pytest.raises(ConfigError, match=f"{field}: got {number}"):
             tiny(**model | {field: number})
 

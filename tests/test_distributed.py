@@ -1,4 +1,4 @@
-"""Test the step on several ranks: strategies, controls, the ranks' profiles, and ranks that fail."""
+"""Test the distributed step: strategies, controls, the ranks' profiles, and ranks that fail."""
 
 import re
 import socket
@@ -32,12 +32,12 @@ TINY = {
 
 
 def flat(model, batch):
-    """Omit the averaging of gradients; the numerics check must detect this fault."""
+    """Don't average the gradients; the numerics check must detect this fault."""
     return Distributed(training_step(model, adamw(model), batch), list)
 
 
 def overlapped(model, batch):
-    """Make rank 1 exit without an error message, to test how the notebook reports a lost rank."""
+    """Exit from rank 1 without an error message, to test how the notebook reports a lost rank."""
     import os  # imported here, because the ranks receive only the source of this function
 
     if dist.get_rank() == 1:  # noqa: F821 defined by the script
@@ -46,7 +46,7 @@ def overlapped(model, batch):
 
 
 def slept(step, seconds):
-    """Return a step that sleeps before it runs; ``zero1`` below calls this function."""
+    """Return a step that first sleeps for this many seconds; ``zero1`` below delays a rank with it."""
     import time
 
     def late_step():
@@ -57,7 +57,7 @@ def slept(step, seconds):
 
 
 def zero1(model, batch):
-    """Average the gradients after rank 1 has slept for 0.3 s."""
+    """Make rank 1 sleep for 0.3 s before each step, so that rank 0 waits for it in its first all-reduce."""
     distributed = naive(model, batch)  # noqa: F821 defined by the script
     seconds = 0.3 if dist.get_rank() == 1 else 0  # noqa: F821
     return Distributed(slept(distributed.step, seconds), distributed.messages)
@@ -121,7 +121,7 @@ def test_messages_contain_each_gradient_once(steps):
     assert steps.loc["naive", "message_gib"] == pytest.approx(gradient_gib)
     assert steps.loc["ddp_25_mib", "message_gib"] == pytest.approx(gradient_gib)
     gathered_and_reduced = steps.loc["fsdp", "message_gib"]
-    # weights are gathered in bf16, and some of them twice
+    # weights are gathered in bf16, and those of the blocks twice
     assert gradient_gib < gathered_and_reduced < 2 * gradient_gib
 
 
@@ -179,7 +179,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path):
 
 
 def test_script_trains_on_two_ranks():
-    """Set torchrun's environment variables without starting torchrun, because torchrun takes seconds to start."""
+    """Set torchrun's environment variables instead of starting torchrun, which would take seconds."""
     command = [sys.executable, "docs/distributed_step.py", "--strategy=ddp", "--steps=2"]
     shape = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 100, "context": 16}
     command += [f"--{name}={value}" for name, value in shape.items()]
@@ -242,7 +242,7 @@ def test_derived_tables_compare_a_strategy_with_its_control():
             ("alone", 0, "copy and cast", 5, 1.0),
             ("naive", 0, "matrix multiply", 5, 11.0),
             ("naive", 1, "matrix multiply", 5, 13.0),
-            # the count differs from the control's, so this category isn't compared
+            # the kernel count differs from the control's, so this category isn't compared
             ("naive", 0, "copy and cast", 9, 9.0),
             ("naive", 0, "communication", 4, 50.0),
         ],

@@ -1,4 +1,4 @@
-"""Test the step on two GPUs, with an artificial delay on one GPU and with CUDA graphs that communicate.
+"""Test the distributed step on two GPUs: an artificial delay on one GPU, and CUDA graphs that communicate.
 
 python -m pytest tests/test_distributed_gpu.py
 """
@@ -15,7 +15,10 @@ SMALL = {"size": "small", "context_length": 512, "batch_size": 4, "device": "cud
 
 
 def averaged(model, batch, cycles):
-    """Wait on the GPU, then average the gradients; run both in one CUDA graph, to exclude delays of the host."""
+    """Delay the GPU by this many cycles before averaging the gradients.
+
+    The step is one CUDA graph, so the host adds no delays.
+    """
 
     def average_gradients():
         if cycles:
@@ -32,7 +35,7 @@ def flat(model, batch):
 
 
 def overlapped(model, batch):
-    """Make the GPU of rank 1 wait for 20 ms between backward and averaging the gradients."""
+    """Delay rank 1's GPU by 20 ms between backward and averaging the gradients."""
     for _ in range(2):  # the first call also loads the kernel, so only the second call's time is used
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -1,4 +1,4 @@
-"""Test documents that print views: lookups, filters, errors with line numbers, and sentences no longer true."""
+"""Test templates that print views: lookups, filters, errors with line numbers, and sentences that are false."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def view() -> pd.DataFrame:
 
 @pytest.fixture
 def rendered(tmp_path, view):
-    """Return a function that renders a template with the view ``times`` and returns the text or error."""
+    """Return a function that renders a template over the view ``times`` and returns its text or its error."""
 
     def render(text: str, **names: object) -> str:
         folder = tmp_path / "writeup"
@@ -65,7 +65,7 @@ def test_rows_match_the_lookup_values(view):
         ),
     ],
 )
-def test_lookup_without_rows_names_the_known_values(view, values, words):
+def test_lookup_error_lists_the_known_values(view, values, words):
     with pytest.raises(LookupError) as error:
         rows(view, **values)
     assert str(error.value) == words
@@ -78,7 +78,7 @@ def test_row_rejects_several_matching_rows(view):
         row(view, mode="step")
 
 
-def test_wide_table_keeps_the_views_order(view):
+def test_wide_table_keeps_the_order_of_the_view(view):
     turned = wide(view, "mode", "size", "wall_ms")
     assert [*turned.columns] == ["small", "large"] and [*turned.index] == ["forward", "step"]
     assert turned.loc["step", "large"] == 300.0
@@ -122,7 +122,7 @@ def test_table_rejects_views_without_rows(view):
 
 
 def test_column_takes_precedence_over_a_pandas_attribute(rendered):
-    """Without this rule, ``row.size`` would silently be the number 5, and ``row.mode`` would be a method."""
+    """Otherwise, ``row.size`` would silently be the number of columns, and ``row.mode`` would be a method."""
     text = (
         '{% set step = row(times, size="large") %}{{ step.size }}, {{ step.mode }}; {{ times.size|listed }}'
     )

@@ -22,7 +22,7 @@ def no_tables(monkeypatch):
     monkeypatch.setattr("stepscope.report.load.load", lambda runs, quiet: {})
 
 
-def test_explore_measures_both_configurations(no_tables):
+def test_explore_notebook_measures_both_configurations(no_tables):
     explored = run_cells("explore", device="cpu")
     walls = {
         name: rows.loc[(rows["phase"] == "total") & ~rows["warmup"], "wall_ms"]
@@ -44,11 +44,11 @@ def test_explore_measures_both_configurations(no_tables):
         assert shown["overlap"] == (max(quicker) >= min(slower))
 
 
-def test_explore_compares_reference_fp32_baselines_by_context_length(monkeypatch):
+def test_explore_notebook_compares_reference_fp32_baselines_by_context_length(monkeypatch):
     """AdamW's share decreases with context length only for ``small``.
 
     ``medium`` and ``xl`` keep the GPU busier at their longest context length than at their shortest.
-    The table contains only one context length of ``large``, so ``large`` isn't compared.
+    ``large`` isn't compared, because the table contains only one of its context lengths.
     """
     plain = {
         "precision": "fp32",
@@ -119,7 +119,7 @@ def test_explore_compares_reference_fp32_baselines_by_context_length(monkeypatch
 
 
 def explored(runs):
-    """Run the notebook with a runs folder; return the notebook's displayed outputs and variables."""
+    """Run the notebook on a runs folder; return the displayed outputs and the notebook's variables."""
     shown = []
     replaced = {"display": shown.append, "brief": lambda frame: frame}
     return shown, run_cells("explore", until="compared =", replaced=replaced, device="cpu", runs=str(runs))
@@ -143,7 +143,7 @@ def test_sweep_over_two_axes_shows_both_axes(tmp_path):
     assert {*zip(names["share"]["configuration"], names["share"]["context_length"])} == {
         (f"batch_size {batch_size}", context_length) for batch_size in (1, 2) for context_length in (8, 16)
     }
-    (picture,) = pictures(shown)  # the figure of GPU utilization is omitted for a CPU run
+    (picture,) = pictures(shown)  # there is no figure of GPU utilization, because these are CPU runs
     labels = [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
     assert labels == ["batch_size 1", "batch_size 2"]
     lines = [line.get_xdata().tolist() for line in picture.axes[0].lines if len(line.get_xdata())]
@@ -161,7 +161,7 @@ def test_sweep_without_context_lengths_shows_a_bar_for_each_configuration(tmp_pa
     assert labels == {"naive, foreach", "naive, fused", "sdpa, fused"}
 
 
-def test_explore_shows_the_ladder_with_the_slowest_step():
+def test_explore_notebook_shows_the_ladder_with_the_slowest_step():
     rows = [
         (size, context, change, wall)
         for size, context, least in (("small", 512, 5.0), ("2.7B", 512, 90.0), ("2.7B", 128, 9.0))
@@ -201,7 +201,7 @@ def test_fused_optimizer_runs_fewer_operations_and_samples_cover_every_phase(tmp
         assert {*samples["phase"]} == {"forward", "loss", "backward", "optimizer", "total"}
 
 
-def test_explore_compares_batch_sizes(tmp_path, no_tables):
+def test_explore_notebook_compares_batch_sizes(tmp_path, no_tables):
     names = compared(tmp_path, FIELDS, '[{"batch_size": 4}, {"batch_size": 8}]')
     assert names["both"]["configuration"].tolist() == ["batch_size 4", "batch_size 8"]
     assert [config.batch_size for config in names["configs"]] == [4, 8]
@@ -276,7 +276,7 @@ def test_profile_notebook_shows_the_median_step(monkeypatch):
     assert names["halved_ms"] == pytest.approx(accounts["wall"][middle] - accounts["compute"][middle] / 2)
     assert names["longest"]["ms"] == names["gaps"]["ms"].max() <= accounts["idle"][middle]
     longest, placed = names["longest"], gpu.classified_ops
-    # the plot extends by the gap's length on both sides of the gap
+    # the plot also shows the gap's length before and after the gap
     until = 2 * longest["end"] - longest["begin"]
     since = 2 * longest["begin"] - longest["end"]
     is_shown = (placed["start_ns"] < until) & (placed["end_ns"] > since)

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-# deterministic matmuls; CUDA reads the variable at its start
+# makes matmuls deterministic; cuBLAS reads this variable when CUDA starts
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
@@ -59,7 +59,7 @@ def device(request, monkeypatch):
 
 
 def tokens_of(seed):
-    """Return a batch of tokens and targets."""
+    """Return a random batch of tokens and targets."""
     return torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(seed))
 
 
@@ -105,7 +105,7 @@ def test_script_model_matches_the_library_model(script):
         "context_length": 16,
     }
     expected = TransformerLM(StepConfig(device="cpu", **sizes))
-    for name, weight in model.named_parameters():  # large weights, so that the eps of the norms has no effect
+    for name, weight in model.named_parameters():  # large weights, so that the norms' eps is negligible
         torch.nn.init.normal_(weight, std=0.3 if "blocks" in name else 1)
         parts = [NAMES_IN_LIBRARY.get(part, part) for part in name.split(".")]
         expected.get_parameter(".".join(parts)).data = weight.data
@@ -132,10 +132,10 @@ def test_step_compiles_blocks_and_logits(script, monkeypatch):
 
 
 def test_first_step_matches_an_eager_bf16_step(make, device):
-    """Tolerate weights that move in the opposite direction if their gradient is near zero.
+    """A weight may move in the opposite direction if its gradient is near zero.
 
-    On a GPU, the two steps round differently, and the first AdamW step moves each weight by the learning rate,
-    against the sign of the gradient.
+    The first AdamW step moves each weight by the learning rate against the sign of its gradient, and the sign may
+    differ because the two steps round differently on a GPU.
     """
     model, _, step, _ = make()
     eager = copy.deepcopy(model)
@@ -259,7 +259,7 @@ def test_step_copies_its_batch_and_rejects_different_shapes(make, device):
 
 
 class Images(torch.nn.Module):
-    """A minimal model that the step accepts; the model uses batch statistics and dropout."""
+    """A minimal model that ``make_step`` accepts, with batch norm and dropout."""
 
     def __init__(self):
         super().__init__()

@@ -36,7 +36,7 @@ TIMELINE = ["kernel_category", "launch_ns", "launch_duration_ns", "start_ns", "d
 
 @pytest.mark.parametrize(("launch_ns", "waits"), [(170_000, False), (200_000, True)])
 def test_lanes_show_operations_within_the_window(launch_ns, waits):
-    """The window is the first millisecond. The GPU is busy for 250 µs of this time, and some kernels overlap."""
+    """The window is the first millisecond; the GPU is busy for 250 µs of it, and some kernels overlap."""
     rows = [
         ("unknown", 300_000, launch_ns, 900_000, 300_000),
         ("matrix multiply", -20_000, 30_000, -50_000, 150_000),

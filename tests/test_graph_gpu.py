@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_compiling_works_after_a_failed_capture():
-    """PyTorch leaves the random generator in capture mode after a failed capture, so we reset the generator."""
+    """``graph_of`` resets the random generator, which PyTorch leaves in capture mode after a failed capture."""
     numbers = torch.ones(64, 64, device="cuda")
 
     def synchronizes():

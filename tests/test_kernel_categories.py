@@ -68,7 +68,7 @@ def test_identifiers_exclude_parameter_lists():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # the same words occur in the function's name, a template argument and a parameter
+        # the same words can occur in the function's name, in a template argument and in a parameter
         ("void softmax_kernel<NormPolicy>(GemmParams)", "softmax"),
         ("void apply_kernel<NormPolicy, SoftmaxPolicy>(GemmParams)", "reduction and norm"),
         ("void apply_kernel<Policy>(GemmParams, PhiloxCudaState)", "other"),

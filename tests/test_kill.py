@@ -35,20 +35,20 @@ def records(store):
 
 
 def begun(faults, what="seed"):
-    """Return the seeds of the runs that have started, or the process ids of their kernels if ``what`` is "pid"."""
+    """Return the seeds of the runs that have started. For ``what="pid"``, return their kernels' process ids."""
     path = faults / "began"
     lines = path.read_text().splitlines() if path.exists() else []
     return [int(line.split()[what == "pid"]) for line in lines]
 
 
 def send(started, number, group):
-    """Send a signal to the sweep's process; if ``group``, to its process group, as a terminal does."""
+    """Send a signal to the sweep's process; with ``group``, signal its process group, as a terminal does."""
     with suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(started.process.pid, number)
 
 
 def quiet(started):
-    """Return two values: whether the output is free of errors, warnings and retries, and the output."""
+    """Return whether the output contains no errors, warnings or retries, and the output itself."""
     output = started.output_file.read_text()
     return not re.search("Traceback|Error|Warning|running it again", output), output
 
@@ -145,7 +145,7 @@ def test_second_signal_ends_sweep_immediately(program, sweep, store, faults):
 
 
 def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
-    """If the sweep, worker and run are all killed, only an environment variable identifies the run's children."""
+    """After the sweep, worker and run are killed, only an environment variable identifies the run's children."""
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)

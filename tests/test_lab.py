@@ -1,4 +1,4 @@
-"""Test in a real browser that JupyterLab runs each notebook with default parameters on a CPU (slow)."""
+"""Test (slowly) in a real browser that JupyterLab runs each notebook with default parameters on a CPU."""
 
 import json
 import os
@@ -143,7 +143,7 @@ def wait_for_kernel(lab: str, name: str) -> None:
 
 
 def photograph(page, name: str) -> None:
-    """Save a screenshot of the entire notebook, excluding the rest of the page."""
+    """Save a screenshot of the entire notebook, without the rest of the page."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     height = page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
     page.set_viewport_size({"width": 1440, "height": min(16_000, int(height) + 200)})

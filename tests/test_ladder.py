@@ -37,7 +37,7 @@ from stepscope.studies.ladder.loop import Ladder
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
-EAGER = ["fp32", "bf16", "sdpa", "fused_adamw"]  # optimizations that work without compiling
+EAGER = ["fp32", "bf16", "sdpa", "fused_adamw"]  # optimizations that don't use torch.compile
 SHAPE = {
     "size": "custom",
     "d_model": 32,
@@ -63,7 +63,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def notebook():
-    """Return the names that the notebook's cells above the measuring cell define."""
+    """Return the variables that the notebook defines before its measuring cell."""
     return SimpleNamespace(**run_cells("ladder", until="ladder.measure()", **SHAPE))
 
 
@@ -194,7 +194,7 @@ def relative_error(x, exact):
 
 
 def test_fp8_error_matches_rounding_to_4_significant_bits():
-    """Rounding both factors to 4 significant bits gives a similar error, and 3 bits give a larger error."""
+    """Rounding both operands to 4 significant bits gives a similar error, and 3 bits give a larger one."""
 
     def rounded(x, bits):
         fraction, exponent = torch.frexp(x)
@@ -256,7 +256,7 @@ def test_quantize_rows_scales_each_row_by_its_largest_magnitude():
 
 
 def test_fp8_matmuls_use_fast_accumulation_only_in_forward(monkeypatch):
-    """Also check that the scales have the shapes that the GPU kernel requires."""
+    """The scales must also have the shapes that the GPU kernel requires."""
     calls = []
 
     def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -309,7 +309,7 @@ def has_weights(subject):
 
 
 def state_of(subject):
-    """Return all state that a transform may change: fields, parameter dtypes and module types."""
+    """Return everything that a transform may change: fields, parameter dtypes and module types."""
     fields = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
     dtypes = {name: parameter.dtype for name, parameter in subject.model.named_parameters()}
     return fields | {"dtypes": dtypes, "modules": [type(module) for module in subject.model.modules()]}
@@ -381,13 +381,13 @@ def steps_of(ladder):
 
 
 def ladder_of(config, build, *transforms, **fields):
-    """Return a ladder of transforms; each transform has the name of an optimization."""
+    """Return a ladder of these transforms, each of which is named after an optimization."""
     names = ["fp32", *[transform.__name__ for transform in transforms]]
     return Ladder(config(optimizations=names, **fields), build, transforms)
 
 
 def named(name, change):
-    """Return a transform that makes a change and has the name of an optimization."""
+    """Return a transform that makes this change and is named after an optimization."""
 
     def transform(subject):
         return change(subject)
@@ -574,6 +574,15 @@ def test_gradients_after_training_are_compared_when_fp8_is_measured(
     assert [errors[name, 1] for name in names] == [None] * 3
 
 
+def test_peak_rates_below_the_sustained_rate_are_measured_again(config, monkeypatch):
+    peaks = [400.0, 700.0, 800.0]
+    monkeypatch.setattr("stepscope.measure.ceilings", lambda device: {"matmul_bf16": peaks.pop(0)})
+    monkeypatch.setattr(bounds, "sustained_matmul_rate", lambda device: {"sustained_tflops": 650.0})
+    ladder = ladder_of(config, other_model)
+    ladder.measure_limits()
+    assert ladder.ceilings["matmul_bf16"] == 700.0
+
+
 @pytest.mark.parametrize("precision, sheet_tflops", [("fp32", 50.0), ("bf16", 1000.0)])
 def test_utilization_is_relative_to_the_rate_and_clock_of_the_data_sheet(
     config, monkeypatch, precision, sheet_tflops
@@ -630,7 +639,7 @@ def test_measuring_steps_keeps_the_weights_and_restores_the_learning_rate(config
 
 
 def recorded(subject):
-    """Return a function that replaces a CUDA graph; the function runs the eager step but isn't the same object."""
+    """Return a stand-in for a CUDA graph: a function that runs the eager step, but is a different object."""
     return lambda: subject.eager_step()
 
 
@@ -771,7 +780,7 @@ def test_llama_matches_the_parameter_count_and_trains(notebook):
 
 
 def test_llama_stays_causal_without_its_mask(notebook, monkeypatch):
-    """Without the mask, compiled SDPA gets ``is_causal``, and the loss and gradients hardly change."""
+    """Without a mask, compiled SDPA gets ``is_causal``, and the loss and gradients hardly change."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     calls, results = [], []
 
@@ -815,7 +824,7 @@ def test_lower_bound_matches_flops_and_bytes(context):
     assert bf16["matmul_ms"] == pytest.approx(flops / 780e9)
     assert bf16["memory_traffic_ms"] == pytest.approx(20 * parameter_count(config) / 4.2e9)
     assert bf16["lower_bound_ms"] == bf16["matmul_ms"] + bf16["memory_traffic_ms"]
-    in_fp8 = 4 * tokens * in_blocks  # FP8 covers forward and the input's gradient
+    in_fp8 = 4 * tokens * in_blocks  # forward and the input's gradient run in FP8
     saved_ms = bf16["matmul_ms"] - bounds.lower_bound(config, "fp8", "bf16", rates)["matmul_ms"]
     assert saved_ms == pytest.approx(in_fp8 / 780e9 / 2)
 

@@ -62,7 +62,7 @@ def of_h200(study: str, pattern: str = "*") -> list[Path]:
 
 
 def composed(runs: Path) -> tuple[Report, str]:
-    """Return a folder's report and the report's text; fail if the report omits any part."""
+    """Return a folder's report and its text; fail if the report leaves out any part."""
     found = read(Store(runs))
     report = machine.compose(found, runs, runs / "out")
     assert report.notes == found.notes
@@ -99,7 +99,7 @@ FOLDERS = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Return a function that makes and caches a folder's report."""
+    """Return a function that makes the report of a folder in ``FOLDERS`` and caches it."""
     made = {}
 
     def of(name: str) -> tuple[Report, str]:
@@ -125,6 +125,8 @@ def test_report_renders_a_partial_folder_completely(reports, name):
         assert finding.replace("**", "").partition(":")[0][:40].split("_")[0] in text
     assert not re.search(r"\bnan\b|\bNone\b|NaT", text)
     assert "\0" not in text and "{{" not in text
+    page = report.texts["report.html"]
+    assert page.count("<img ") == text.count("![") and 'svg+xml,"' not in page
 
 
 def test_each_sweep_axis_gets_a_column(reports):
@@ -135,7 +137,7 @@ def test_each_sweep_axis_gets_a_column(reports):
 
 
 def test_reference_columns_match_copied_reference_runs(reports):
-    """A run copied from the reference is compared with itself, so the measured and reference columns match."""
+    """Runs copied from the reference are compared with themselves, so measured and reference columns match."""
     _, text = reports("tour")
     compared = 0
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
@@ -184,7 +186,7 @@ def test_cpu_and_gpu_runs_in_one_folder_get_separate_parts(reports):
         assert len(times) == 1
 
 
-def test_failed_inconsistent_and_unreadable_runs_are_named(tmp_path):
+def test_failed_inconsistent_and_unreadable_runs_are_listed(tmp_path):
     runs = copy_runs(tmp_path / "runs", *FOLDERS["benchmark, two axes"])
     unreadable, failed, inconsistent, _ = sorted((runs / "benchmark").iterdir())
     (unreadable / "times.parquet").write_bytes(b"nothing")
@@ -252,7 +254,7 @@ def test_second_report_removes_the_figures_of_the_first_report(reports, tmp_path
 
 @pytest.mark.parametrize("study", SECTIONS)
 def test_single_study_paragraphs_do_not_refer_to_omitted_text(tmp_path, study):
-    """A CPU report may omit the sentence that a sentence such as "On the H200 it is 2.0%" refers to."""
+    """A CPU's report may omit the sentence that "On the H200 it is 2.0%" would refer to."""
     runs = [path.parent for path in (CPU / study).glob("*/record.json")]
     _, text = composed(copy_runs(tmp_path / "runs", *runs))
     for paragraph in re.split(r"\n{2,}", text):

@@ -1,4 +1,4 @@
-"""Test the measure package as notebooks use the package: failing cases, profiles, time tables and memory."""
+"""Test the measure package as notebooks use it: failing cases, profiles, tables of times, and memory."""
 
 import gc
 import warnings
@@ -26,7 +26,7 @@ FULL = torch.OutOfMemoryError(
 
 
 def fail_holding_memory(references, error):
-    class Cycle:  # a reference cycle, as in models
+    class Cycle:  # a reference cycle, as models have
         def __init__(self):
             self.itself = self
 
@@ -242,7 +242,7 @@ def test_reset_peak_memory_frees_cached_memory_first(monkeypatch):
 
 
 def test_pass_memory_includes_new_and_previously_held_bytes(monkeypatch):
-    """Each tensor takes 512 bytes. Two exponentials remain after forward; the second exponential is the output."""
+    """Each tensor takes 512 bytes. Two exponentials remain after forward, and the second one is the output."""
     x, gradient = torch.ones(128, requires_grad=True), torch.ones(128)
     x.grad = torch.ones(128)
     with stand_in(monkeypatch):

@@ -48,7 +48,7 @@ def config_of(shape, **fields):
 
 
 def cells_of(config, until, wrapped=None):
-    """Run the configuration's notebook up to the cell that contains ``until``; return the notebook's variables."""
+    """Run a configuration's notebook up to the cell that contains ``until``; return its variables."""
     fields = parameters_of(config)
     for name in OTHER_FIELDS[config.notebook]:
         fields.pop(name, None)
@@ -57,7 +57,7 @@ def cells_of(config, until, wrapped=None):
 
 
 def recorded(config, until="is_copy = ", wrapped=None):
-    """Run the notebook's cells on a CPU with a simulated GPU allocator; return the notebook's variables."""
+    """Run the notebook's cells on a CPU with a simulated GPU allocator; return its variables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_history, "keeps_history", lambda device: True)
         with stand_in(patch):
@@ -66,14 +66,14 @@ def recorded(config, until="is_copy = ", wrapped=None):
 
 @functools.cache
 def recorded_steps():
-    """Return a configuration, its recordings by mode, and its tables."""
+    """Return a configuration, its recorded steps by mode, and its tables."""
     config = config_of(SHAPES[0], modes=["step", "forward"], optimizer="fused")
     names = recorded(config)
     return config, {each.mode: each for each in names["recordings"].histories}, names["tables"]
 
 
 def checkpoint_table(config, **wrapped):
-    """Wrap the given functions of the checkpointing notebook, and run the notebook; return its table."""
+    """Run the checkpointing notebook with wrapped functions; return its table."""
     return cells_of(config, "names = ", wrapped)["table"]
 
 
@@ -87,18 +87,19 @@ def bytes_before(recording):
 
 # Recorded steps
 
-# Formulas for the bytes that are live after the loss, in addition to the blocks' saved tensors, by precision: the
-# final norm, the bf16 copy of the head's weight and the logits; only that copy; the loss's saved tensors.
+# Formulas for the bytes that are live after the loss, in addition to the blocks' saved tensors, by precision.
+# Each tuple covers the final norm, the logits and the bf16 copy of the head's weight; then only this copy; then
+# the tensors that the loss saves.
 AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V + 2E", "2E", "6V + 4")}
 
 
 def bytes_after_loss(config):
-    """Return the bytes of each kind that, according to the formulas, are allocated just before backward."""
+    """Return the bytes of each kind that are allocated just before backward, according to the formulas."""
     formulas = accounting.formulas_of(config)
     at_rest = accounting.at_rest(config, "forward_backward")
     texts = (formulas.saved, formulas.weight_cache, formulas.logits, *AFTER_LOSS[config.precision])
     saved, copies, logits, end, head, loss = (accounting.value(text, config) for text in texts)
-    # the step's variables keep the logits and the loss alive
+    # variables of the step keep the logits and the loss alive
     return at_rest | {
         "saved for backward": config.num_layers * saved + end - head - logits + loss,
         "autocast weight cache": config.num_layers * copies + head,
@@ -304,7 +305,7 @@ def test_saved_tensors_are_listed_with_source_line_and_region():
 
 @pytest.mark.parametrize("blocks", [1, 5, 8])
 def test_checkpoint_policies_preserve_gradients_and_match_predicted_bytes_and_block_runs(blocks, monkeypatch):
-    """Beyond the predicted bytes, a policy's step needs the same amount of memory for any number of blocks."""
+    """The memory that a policy's step needs beyond the prediction must not depend on the number of blocks."""
     beyond = {}
     for number in (4, blocks):
         config = config_of(SHAPES[0] | {"num_layers": number}, nested_blocks=[number])
@@ -369,7 +370,7 @@ def test_checkpoint_table_lists_every_setting_and_names_the_extremes(monkeypatch
 
 @pytest.mark.parametrize(("complete_steps", "runs"), [(0, [4, 0]), (1, [4, 2])])
 def test_oom_checkpoint_policy_keeps_its_row(complete_steps, runs):
-    """The row contains the number of block runs if at least one step was completed."""
+    """If at least one step was completed, the row contains the number of block runs."""
     steps = count()
 
     def fail(run_blocks):
@@ -456,7 +457,7 @@ def test_invalid_configuration_is_rejected(fields, message):
 
 # Snapshots
 
-# The instructions that torch/utils/viz/MemoryViz.js implements.
+# The pickle instructions that torch/utils/viz/MemoryViz.js implements.
 VIEWER_OPCODES = re.compile(
     "APPENDS?|BIN(FLOAT|GET|INT[12]?|PUT|UNICODE)|DICT|EMPTY_(DICT|LIST|TUPLE)|FRAME|LIST|LONG1|LONG_BIN(GET|PUT)"
     "|MARK|MEMOIZE|NEW(FALSE|TRUE)|NONE|PROTO|SETITEMS?|SHORT_BINUNICODE|STOP|TUPLE[123]?"

@@ -1,4 +1,4 @@
-"""Test the mixed-precision study: experiments (compared with exact arithmetic), training, tables and finding."""
+"""Test the mixed-precision study: its experiments against exact arithmetic, training, tables, and finding."""
 
 import types
 from fractions import Fraction
@@ -143,7 +143,7 @@ def test_lost_values_count_as_errors_of_one():
     value = torch.tensor([[1.1, np.inf, 0.0, 3.0]]).double()
     true = torch.tensor([[1.0, 2.0, 3.0, 3.0]]).double()
     error, lost = numerics.error_and_lost(value, true)
-    assert error == pytest.approx(0.1) and lost == 0.5  # torch's median is the lower of the two middle values
+    assert error == pytest.approx(0.1) and lost == 0.5  # torch.median returns the low median
 
 
 # -- gradients and training -----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_gradients_match_the_librarys_step(cells):
 
 
 def test_scaled_loss_keeps_fp16_gradients_nonzero(cells):
-    """Readers who add fp16 to the notebook's list of precisions get this result on a CPU."""
+    """A reader who adds fp16 to the notebook's list of precisions gets this result on a CPU."""
     compare, rows = cells["compare_gradients"], []
     names = compare.__globals__ | {"rows": rows}
     types.FunctionType(compare.__code__, names)(cells["build"](cells["config"]), [*cells["low"], "fp16"])
@@ -210,7 +210,7 @@ def test_text_batches_come_from_pythons_documentation_for_any_batch_size():
 
 
 def kept(replaced=None, **parameters):
-    """Run the notebook; validate and return the notebook's tables, and return all variables."""
+    """Run the notebook, and validate its tables; return the tables, and all of the notebook's variables."""
     names = run_cells("mixed_precision", replaced=replaced, **TINY | {"numerics": False} | parameters)
     for name, frame in names["kept"].items():
         tables.SCHEMAS[name].validate(frame)
@@ -272,7 +272,7 @@ def test_notebook_step_trains_identically_to_the_library_step(precision, optimiz
         (np.nan, "50.0 ms."),
     ],
 )
-def test_finding_names_the_bound_when_gpu_time_is_known(gpu_ms, end):
+def test_finding_states_the_bound_when_gpu_time_is_known(gpu_ms, end):
     row = {"precision": "bf16", "mode": "step", "phase": TOTAL, "status": "ok", "wall_ms": 50.0}
     times = pd.DataFrame([row | {"enqueue_ms": 48.0, "gpu_ms": gpu_ms, "busy": gpu_ms / 50}])
     assert tables.reading(times, "cuda") == f"In bf16, a full step takes {end}"

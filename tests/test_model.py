@@ -1,4 +1,4 @@
-"""Test the model against independent implementations: parameters, numerics, FLOPs, ranges and training step."""
+"""Test the model against independent implementations: parameters, numerics, FLOPs, ranges, training step."""
 
 import threading
 from collections import Counter
@@ -78,14 +78,14 @@ def loss_and_gradients(model, logits, targets):
 @pytest.mark.parametrize("size", SIZES)
 def test_parameter_formulas_match_the_model_for_every_size(size):
     config = step_config(size=size, context_length=128)
-    with torch.device("meta"):  # the meta device has shapes but allocates no memory
+    with torch.device("meta"):  # tensors on the meta device have shapes but no memory
         model = TransformerLM(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == parameter_count(config) == HANDOUT.get(size, count)
     assert formula_mismatch(model, config) == ""
 
 
-def test_formula_mismatch_names_changed_parameters():
+def test_formula_mismatch_lists_the_changed_parameters():
     config = step_config(size="nano", context_length=8)
     with torch.device("meta"):
         gelu, tied, wider = (TransformerLM(config) for _ in range(3))
@@ -231,7 +231,7 @@ def test_forward_flops_by_region_match_torchs_flop_counter(monkeypatch):
     model, counts, open_regions = TransformerLM(config), Counter(), []
 
     class Counting:
-        """A counter of each region's FLOPs, excluding nested regions."""
+        """A counter of the FLOPs of each region, not including nested regions."""
 
         def attribute(self):
             counts[open_regions[-1] if open_regions else ""] += counter.get_total_flops() - counts.total()

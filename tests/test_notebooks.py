@@ -1,4 +1,4 @@
-"""Test notebooks: tags and names, interactive runs, runs with papermill and in sweeps, and the runs' records."""
+"""Test notebooks: tags and names, interactive runs, runs with papermill and in sweeps, and their records."""
 
 import ast
 import functools
@@ -53,7 +53,7 @@ def cell(source, *tags):
 
 
 def write(folder, *cells, study="benchmark"):
-    """Write a notebook that consists of parameters, set-up and these cells; return its path."""
+    """Write a notebook that consists of a parameters cell, a set-up cell and these cells; return its path."""
     listed = [cell(PARAMETERS, "parameters"), cell(SET_UP), *cells]
     content = {
         "nbformat": 4,
@@ -160,7 +160,7 @@ def names_in_code(source):
 
 @functools.cache
 def names_in_library():
-    """Return the names in the library's code, in its table schemas, and of the model's regions."""
+    """Return the names in the library's code and table schemas, and the names of the model's regions."""
     names = set(re.findall(r'@region\("([\w.]+)"\)', inspect.getsource(transformer)))
     for path in PACKAGE.rglob("*.py"):
         names |= names_in_code(path.read_text())
@@ -244,7 +244,7 @@ def test_digest_covers_only_measuring_code(tmp_path):
     text = (tmp_path / "benchmark.ipynb").read_text()
     (tmp_path / "benchmark.ipynb").write_text(text.replace("context_length = 8", "context_length = 9"))
     assert notebook_source(tmp_path / "benchmark.ipynb") == plain  # only a default value differs
-    # a cell that isn't valid Python counts, too
+    # the digest also covers a cell that isn't valid Python
     assert digest(cell("%matplotlib inline"), clock, cell(KEEP)) != plain
 
 
@@ -453,7 +453,7 @@ OWN = {
 
 
 def test_study_needs_only_notebook_config_schema_and_sweep_block(tmp_path, monkeypatch, by_hand):
-    """As docs/notebooks.md states, a study needs no views, figures, evidence page or bundled sweep."""
+    """As docs/notebooks.md says, a study doesn't need views, figures, an evidence page or a bundled sweep."""
     from stepscope import studies as package
     from stepscope.report.machine import compose
     from stepscope.runs.sweep_file import find_sweeps, load_sweeps

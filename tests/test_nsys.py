@@ -57,7 +57,7 @@ esac
 def reports_of(export, folder):
     """Write the reports that ``nsys stats`` creates from an export.
 
-    The GPU projection of a range covers only operations that the thread of the range launched.
+    The GPU projection of a range covers only operations that the range's own thread launched.
     """
     (operations, ranges), totals = load_trace(export), activity_totals(export)["duration_ns"]
     for name, kinds in {
@@ -99,7 +99,7 @@ SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"
 
 
 def never_run(step, annotation, synchronize):
-    """Stand in for the notebook's step, which must not run, because the fake nsys provides the profile."""
+    """Stand in for the notebook's step, which doesn't run because the fake nsys provides the profile."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def tables(profile):
 
 
 def test_csv_reports_split_by_ranges_match_the_operations(profile):
-    """The reports include backward operations, although the GPU projection of backward's range is empty."""
+    """The reports cover backward's operations, although the GPU projection of the backward range is empty."""
     events, operations = profile.events, profile.operations
     assert len(events) == operations["count"].sum() and "nvtx_gpu_proj_trace" in profile.reports
     time_ns = events.groupby("phase")["duration_ns"].sum()
@@ -196,7 +196,7 @@ def test_step_metrics_ignore_one_disturbed_step():
 
 
 def test_timeline_shows_a_step_without_region_ranges(capture):
-    """Region ranges slow down the host, so the step with these ranges launches its operations too late."""
+    """Region ranges slow down the host, so the step that has them launches its operations too late."""
     timeline = capture(("forward",) * STEPS).timeline
     loaded = load_trace(EXPORT)[0]
     columns = ["duration_ns", "launch_duration_ns"]
@@ -211,7 +211,7 @@ def test_timeline_shows_a_step_without_region_ranges(capture):
 def test_backward_kernels_get_the_regions_of_the_forward_pass(tables):
     operations = tables["operations"]
     regions = {phase: set(rows["region"]) for phase, rows in operations.groupby("phase")}
-    # A sum's gradient is passed unchanged to its terms, so the residual additions run nothing in backward.
+    # A sum passes its gradient unchanged to its terms, so the residual additions launch nothing in backward.
     expected = regions["forward"] - {"residual"} | {"cross_entropy", "gradient accumulation"}
     assert regions["backward"] == expected
     matmuls = operations[operations["kernel_category"] == "matrix multiply"]
@@ -231,7 +231,7 @@ def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("start_us", "first_us", "last_us"),
     [
-        # operations after the middle of the step wouldn't fill the window
+        # a window that begins after the middle of the step would end after the step, so this one begins earlier
         (
             [0, 1000, 2000, 2500, 2600, 2700, 2800, 2900],
             0,
@@ -254,7 +254,7 @@ def test_timeline_includes_a_late_operation_launched_within_the_window():
 
 
 def test_timeline_shows_the_graph_replay_without_the_warmup_step(capture):
-    """The operations of a graph share a launch, whereas each operation of the warm-up step has its own launch."""
+    """All operations of a graph share one launch, but each operation of the warm-up step has its own."""
     operations, ranges = load_trace(EXPORT)
     replayed = operations.tail(50).assign(step=-1, region="replay")
     replayed["launch_start_ns"] = [*range(20), *[1_000] * 30]
@@ -311,7 +311,7 @@ def test_cpu_profile_lists_operators_instead_of_kernels(run_here):
 def test_times_and_operations_match_the_profiled_steps(here):
     """Compare four profiled steps per mode with the tables.
 
-    The table of operations lists the first step (with named regions); the table of times lists the others.
+    The table of operations describes the first step, whose regions are named; the table of times, the others.
     """
     profile = here["profile"]
     ends_ns = profile.trace["start_ns"] + profile.trace["duration_ns"]
@@ -359,7 +359,7 @@ def test_notebook_shares_match_the_operations(here):
 
 
 class Recorder:
-    """A range domain that records the depth and name of each opened range."""
+    """A stand-in for an NVTX domain that records the nesting depth and name of each opened range."""
 
     def __init__(self):
         self.opened, self.depth = [], 0
@@ -499,7 +499,7 @@ def test_profiled_process_reports_oom_when_the_model_does_not_fit(monkeypatch, t
 def test_mode_with_impossible_times_is_profiled_up_to_three_times(
     monkeypatch, clock, gpu_ms, impossible, runs
 ):
-    """The check ignores the first profiled step, which takes 90 ms because its regions are named."""
+    """The check ignores the first profiled step, which takes 90 ms because its regions have ranges."""
     modes = ProfiledModes(
         Path("a file"), {"step": {"unprofiled_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4
     )
@@ -607,7 +607,7 @@ def test_torch_profiler_is_used_when_nsys_libraries_are_missing(tmp_path, monkey
     monkeypatch.setattr(nsys_program, "nsys_version", lambda nsys: "2099.1")
     assert nsys_program.profiler_here("cuda") == ("nsys 2099.1", wrapper)
 
-    # ldd's output for the importer in Nsight Compute's copy of nsys, whose folder contains some of the libraries.
+    # ldd's output for the importer in Nsight Compute's copy of nsys, which includes only some of the libraries.
     ldd = tmp_path / "bin" / "ldd"
     ldd.parent.mkdir()
     ldd.write_text(f"""#!/bin/sh

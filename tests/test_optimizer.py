@@ -1,4 +1,4 @@
-"""Test that MasterAdamW behaves like a torch optimizer: groups, schedules, clipping, state dicts and copies."""
+"""Test that MasterAdamW behaves like a torch optimizer: groups, schedules, clipping, state dicts, copies."""
 
 import copy
 import gc
@@ -9,7 +9,7 @@ import pickle
 import weakref
 from pathlib import Path
 
-# deterministic matmuls; CUDA reads the variable at its start
+# makes matmuls deterministic; cuBLAS reads this variable when CUDA starts
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
@@ -40,7 +40,7 @@ def groups_of(model):
 
 
 def test_master_adamw_groups_schedules_and_clipping_match_torch():
-    """Also check that each learning rate stays in the same tensor, because a CUDA graph reads this tensor."""
+    """Each learning rate must also stay in the same tensor, because a CUDA graph reads this tensor."""
     ours, theirs = checks.make_parameters(), checks.make_parameters()
     pair = MasterAdamW(groups_of(ours), 1e-3), torch.optim.AdamW(groups_of(theirs), 1e-3)
     schedulers = [lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=20) for optimizer in pair]
@@ -93,7 +93,7 @@ def test_add_param_group_raises():
 
 @pytest.fixture
 def tabled():
-    """Return an optimizer with the GPU kernels' tables; both parameter groups contain FP8 and other parameters."""
+    """Return an optimizer with tables for the GPU kernels; both groups contain FP8 and non-FP8 parameters."""
     model = nn.Sequential(
         nn.Linear(128, 64, bias=False),
         nn.Linear(70, 9),
@@ -125,6 +125,13 @@ def test_table_lists_gradient_addresses_and_rejects_unreadable_gradients(tabled)
             tabled._table(tabled._gradients(), False)
 
 
+def test_weights_of_recurrent_layers_stay_fp32():
+    model = nn.ModuleDict({"lstm": nn.LSTM(4, 4), "head": nn.Linear(4, 4)})
+    MasterAdamW(model)
+    assert {weight.dtype for weight in model["lstm"].parameters()} == {torch.float32}
+    assert model["head"].weight.dtype == torch.bfloat16
+
+
 def test_weights_keep_their_memory_format():
     weights = [torch.randn(4, 6, 3, 3), torch.randn(1, 6, 3, 3), torch.randn(4, 6, 1, 1), torch.randn(4, 6)]
     gradients = [torch.randn_like(weight).bfloat16() for weight in weights]
@@ -150,7 +157,7 @@ def test_weights_keep_their_memory_format():
 
 
 @pytest.mark.parametrize("shape", [(96, 128), (128, 96)])
-def test_fp8_weights_reject_sides_that_are_not_multiples_of_64(tabled, shape):
+def test_fp8_weights_reject_dimensions_that_are_not_multiples_of_64(tabled, shape):
     tabled.shapes[0] = torch.Size(shape)
     with pytest.raises(ValueError, match="multiples of 64"):
         tabled._tiles(0)
@@ -165,7 +172,7 @@ def restored_fp8(weight):
 
 
 def trained(moments, seed, saved=None, eight_bits=False):
-    """Return an optimizer, a scheduler, and a function that trains with clipping; step numbers seed the data."""
+    """Return an optimizer, its scheduler, and a function that trains with clipping; the step seeds the data."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=not eight_bits))
     if eight_bits:
@@ -212,7 +219,7 @@ def test_resumed_training_is_bit_identical(moments, eight_bits):
 
 @pytest.mark.parametrize("before", [[], [0], [1], [0, 1]])
 def test_load_state_dict_computes_missing_fp8_scales_from_masters(before):
-    """The test multiplies the weights by 100, so the weights would saturate with the old scales."""
+    """The weights are multiplied by 100, so with their old scales they would saturate."""
     pair = []
     for eight_bits in (before, [0, 1]):
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
@@ -367,7 +374,7 @@ def test_pickled_model_contains_weights_without_the_optimizer():
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_weights_are_aligned_buffer_views_with_separate_storages(device):
-    """Separate storages keep a saved model small, because torch saves entire storages."""
+    """Separate storages keep a saved model small, because torch saves a tensor's entire storage."""
     shapes = (64, 128), (1, 7), (7, 1), (130,), (3, 5, 7), (), (9, 70)
     weights = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     before = [weight.detach().clone() for weight in weights]
@@ -448,7 +455,7 @@ def test_state_dict_contains_externally_written_weights():
 
 
 def test_masters_follow_model_load_state_dict_without_a_step():
-    """CUDA graphs rely on this update, because replays don't call the optimizer's Python code."""
+    """CUDA graphs rely on this, because a replay doesn't run the optimizer's Python code."""
     model = small()
     optimizer = MasterAdamW(model)
     load_submodule(model, optimizer)
@@ -600,7 +607,7 @@ def test_step_rejects_sparse_gradients():
 
 @MOMENTS
 def test_parameters_without_a_gradient_are_skipped_as_in_torch(moments):
-    """Two parameters get gradients alternately, and a third parameter never gets a gradient."""
+    """Two parameters get a gradient in alternate steps, and a third parameter never gets one."""
     pair = [[nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(3)] for _ in range(2)]
     mine, theirs = MasterAdamW(pair[0], 1e-2, moments), torch.optim.AdamW(pair[1], 1e-2)
     generator = torch.Generator().manual_seed(0)
@@ -664,7 +671,7 @@ def test_step_rejects_changed_parameters_and_states(change, message):
 
 @MOMENTS
 def test_master_adamw_script_trains_and_resumes_bit_identically(moments, monkeypatch, capsys):
-    """On a GPU, the script loads the state dict into a captured graph."""
+    """On a GPU, the script loads the state dict after a CUDA graph of the step has been captured."""
     monkeypatch.syspath_prepend(DOCS)
     spec = importlib.util.spec_from_file_location("master_adamw", DOCS / "master_adamw.py")
     script = importlib.util.module_from_spec(spec)
@@ -686,4 +693,4 @@ def test_master_adamw_script_trains_and_resumes_bit_identically(moments, monkeyp
         torch.set_float32_matmul_precision(before)
     printed = capsys.readouterr().out
     first, last = map(float, printed.split("loss ")[1].split(" in ")[0].split(" to "))
-    assert same and "the same to the bit" in printed and last < 0.9 * first
+    assert same and ": bit-identical" in printed and last < 0.9 * first

@@ -81,7 +81,7 @@ class Sequences(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
 def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch, kind):
-    """Train Llama (whose norms compute in fp32) and GPT-2 (which has biases), and compare with torch's AdamW."""
+    """Train Llama, whose norms compute in fp32, and GPT-2, which has biases; compare with torch's AdamW."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
@@ -126,7 +126,7 @@ def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monke
 
 @pytest.mark.parametrize("kind", ["model", "parameters"])
 def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
-    """Load the checkpoint into the state dicts of a new model and optimizer, as in torch's documentation."""
+    """Load the checkpoint into the state dicts of a new model and optimizer, as torch's documentation does."""
 
     def make(seed, rate):
         torch.manual_seed(seed)
@@ -158,7 +158,7 @@ def refusal(function):
 
 
 def run_rank(rank, folder):
-    """Train with DDP as one of two ranks that start with different weights; write the results for the tests."""
+    """Train with DDP as one of two ranks that start with different weights; save the results for the tests."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     results = {}

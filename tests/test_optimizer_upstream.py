@@ -1,8 +1,8 @@
 """Apply PyTorch's optimizer tests to MasterAdamW.
 
-``torch.testing._internal.common_optimizers`` contains the inputs of PyTorch's TestOptimRenewed. No package
-contains the class itself, so this file repeats the checks of TestOptimRenewed with the same inputs. PyTorch's
-models multiply fp32 weights, but MasterAdamW makes the weights bf16, so the models in this file cast the weights.
+``torch.testing._internal.common_optimizers`` contains the inputs of PyTorch's test class TestOptimRenewed. No
+package contains the class itself, so this file repeats its checks with the same inputs. PyTorch's models expect
+fp32 weights, but MasterAdamW converts weights to bf16, so the models in this file cast them back to fp32.
 """
 
 import copy
@@ -32,7 +32,7 @@ NOT_APPLICABLE = {
     "test_peak_memory_foreach, test_fused_cpu_matches_cuda": "there is one implementation",
     "test_grad_scaling_autocast_fused_optimizers": "only for fused=True; Trainer and Lightning scale outside",
 }
-# Inputs and errors that don't apply, by a part of their description, with the reasons.
+# Inputs and errors that don't apply, keyed by a part of their description, with the reasons.
 OTHER_INPUTS = {
     "maximize": "rejected",
     "amsgrad": "rejected",

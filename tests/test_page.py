@@ -24,7 +24,7 @@ PAPER = (673, 985)  # an A4 page excluding margins, in CSS pixels
 
 
 class Elements(HTMLParser):
-    """A parser that collects a page's elements, their attributes, and incorrectly closed tags."""
+    """An HTML parser that collects elements with their attributes, and tags that are closed incorrectly."""
 
     VOID = ("meta", "img", "hr", "br")
 
@@ -157,7 +157,7 @@ def test_page_has_no_errors_or_accessibility_violations(chromium, report, size, 
 
 @pytest.fixture
 def wide(report, tmp_path):
-    """Write a copy of the report, and add a table and a line of code that are wider than any screen."""
+    """Write a copy of the report with an additional table and line of code that are wider than any screen."""
     cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
     path = tmp_path / "wide.html"
     path.write_text(
@@ -180,7 +180,7 @@ PLACES = "const [nav, heading, main] = ['nav', 'h1', 'main'].map(q => box(all(q)
 SCROLLED = "document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 5000);" + PLACES
 NO_SIDEWAYS = "return document.documentElement.scrollWidth <= innerWidth"
 PICTURES = "return all('img').every(one => one.complete && one.naturalWidth && box(one).right <= innerWidth)"
-LAYOUTS = {  # page, size, media and a JavaScript condition
+LAYOUTS = {  # name: page, size, media, and a JavaScript expression that must be true
     "nothing scrolls sideways": ("report", DESKTOP, "screen", NO_SIDEWAYS),
     "nothing scrolls sideways on a phone": ("report", PHONE, "screen", NO_SIDEWAYS),
     "pictures fit": ("report", DESKTOP, "screen", PICTURES),

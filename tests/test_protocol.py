@@ -28,8 +28,8 @@ nan = math.nan
 class Toy:
     """A wrapper around the library's step for a tiny model.
 
-    ``log`` lists each step's case, its kind (plain, timed or profiled), and whether AdamW's moments exist.
-    ``before`` is called before each step.
+    ``log`` lists the case of each step, its kind ("plain", "timed" or "profiled"), and whether AdamW's moments
+    exist. ``before`` is called before each step.
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ class Toy:
         return [case for (case, each), _ in groupby(self.log, key=lambda entry: entry[:2]) if each == kind]
 
     def fail(self, case, kind, error, steps=0):
-        """Raise an error in forward once a case has completed ``steps`` steps of this kind."""
+        """Make a case fail in forward, after it has completed ``steps`` steps of this kind."""
 
         def before(step_case, step_kind, phase):
             earlier = sum(entry[:2] == (case, kind) for entry in self.log) - 1
@@ -147,7 +147,7 @@ def test_learning_rate_is_none_without_an_optimizer(toy):
 
 
 def test_all_cases_are_timed_before_any_case_is_profiled_or_replayed(toy, monkeypatch):
-    """Launches are slower once a profiler has run, so all cases must be timed before a profiler runs."""
+    """Launches are slower once a profiler has run, so all cases must be timed before that."""
     order = []
 
     def replay(step, *_, optimizer, **__):
@@ -202,7 +202,7 @@ def test_long_steps_are_repeated_less_often(toy, monkeypatch, fastest_ms, warmup
 
 
 def test_readings_and_rates_are_assigned_to_their_case(toy, monkeypatch):
-    """Power requires an additional run only if a full step is too short for the energy counter."""
+    """Only a full step gets an additional run for power, if its timed steps are too short for the counter."""
     peaks, watts, replayed_ms = count(1), iter([nan, nan, 6.0]), iter([[1.0, 20.0, 3.0], [9.0, 2.0, 4.0]])
     settled = []
 
@@ -320,7 +320,10 @@ def test_interrupt_attaches_results_to_the_exception_and_restores_the_learning_r
 
 
 def mark_inconsistent(monkeypatch, mode, tables):
-    """Mark an fp32 mode as inconsistent in the first ``tables`` tables; return a list of the mode's wall times."""
+    """Mark an fp32 mode as inconsistent in the first ``tables`` tables of times.
+
+    Return a list that collects the mode's wall time from each table.
+    """
     step_times, walls_ms = protocol.step_times, []
 
     def marked_times(*arguments):

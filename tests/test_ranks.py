@@ -1,4 +1,4 @@
-"""Test the comparison of ranks in a distributed step: transfer, waiting, and which rank waits for which."""
+"""Test the comparison of ranks in a distributed step: transfer, waiting, and which rank the others wait for."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def rank_trace(
     first_step: int = 0,
     **group: object,
 ) -> Path:
-    """Write a trace of a rank's three steps; in each step, computation precedes every all-reduce.
+    """Write a trace of a rank with three steps, in which computation precedes each all-reduce.
 
     Args:
         delays: the delay of each rank's computation in µs; transfers begin once the last rank has arrived.
@@ -169,7 +169,7 @@ def test_only_common_steps_are_compared(tmp_path):
 
 
 def test_communication_within_one_capture_is_divided_into_transfer_and_waiting(tmp_path):
-    """In each of two all-reduces per step, GPU 0 waits 8 ms for GPU 1, and the transfer takes 5 ms."""
+    """In each of a step's two all-reduces, GPU 0 waits 8 ms for GPU 1, and the transfer takes 5 ms."""
     events = []
     for gpu in range(2):
         trace = json.loads(rank_trace(tmp_path, gpu, (0, 8_000)).read_text())
@@ -188,12 +188,12 @@ def test_communication_within_one_capture_is_divided_into_transfer_and_waiting(t
 def delay_gpu(operations: pd.DataFrame, late: int, delay_ns: int) -> tuple[pd.DataFrame, int]:
     """Delay a GPU before its middle collective, as if the GPU's host had slept.
 
-    The collective begins its transfer once the last GPU has arrived. Therefore, the other GPU waits longer, and
-    both GPUs resume work later.
+    A collective begins its transfer once the last GPU has arrived. Therefore, the other GPU waits longer, and both
+    GPUs resume work later.
 
     Returns:
-        The operations, and the additional time in ns for which the other GPU waits. If the late GPU already waited
-        in this collective, the additional time is shorter than the delay.
+        The changed operations, and by how many ns the other GPU waits longer. If the late GPU already waited in
+        this collective, this is less than the delay.
     """
     rows = operations.sort_values("start_ns").copy()
     is_collective = rows["name"].astype(str).str.contains("nccl")

@@ -21,7 +21,10 @@ STEPS, KERNELS = 3, 20  # each step lasts 1 ms, and each kernel 30 µs
 def trace_events(
     pid: object = 1, gpu: object = 0, device: int = 0, offset: float = 0.0, tid: object = 1
 ) -> list[dict]:
-    """Return three 1 ms steps of 20 consecutive 30 µs kernels; each call uses the same correlation ids."""
+    """Return the events of three 1 ms steps with 20 consecutive 30 µs kernels each.
+
+    Every call of this function uses the same correlation ids.
+    """
     events: list[dict] = []
     for step in range(STEPS):
         begin = 1000.0 * step + offset
@@ -41,7 +44,7 @@ def renamed(events: list[dict], names: dict[str, str]) -> list[dict]:
 
 
 def steps_of(capture: Capture) -> list[tuple[int, float, float]]:
-    """Return, for each GPU and process, the step count and the median step's wall time and compute time in ms."""
+    """For each GPU of each process, return the step count, and the median step's wall and compute time in ms."""
     gpus = devices(capture)
     return [(len(gpu.breakdowns), *gpu.median[["wall", "compute"]].round(3)) for gpu in gpus]
 
@@ -195,7 +198,7 @@ def test_gpu_name_is_used_only_when_unambiguous(tmp_path, names, device, expecte
 
 
 def export(path: Path, *changes: str) -> Path:
-    """Write an nsys export of three steps with a 300 µs copy and ten 50 µs kernels each; apply SQL ``changes``."""
+    """Write an nsys export of three steps with a 300 µs copy and ten 50 µs kernels each; run SQL ``changes``."""
     tid, pid = MAIN, PROCESS_KEY
     rows: dict[str, list[tuple]] = {"NVTX_EVENTS": [], "CUPTI_ACTIVITY_KIND_RUNTIME": []}
     kernels, copies = [], []

@@ -1,4 +1,4 @@
-"""Test that the commands in README and docs do what the text states on a machine without a GPU."""
+"""Test, without a GPU, that the commands in the README and in docs/ do what the text says."""
 
 import os
 import re
@@ -74,7 +74,7 @@ def fences(document: str, language: str) -> list[str]:
 
 
 def commands(document: str) -> list[str]:
-    """Return a document's commands, excluding comments and the folder of the virtual environment."""
+    """Return a document's commands without comments and without the prefix ``.venv/bin/``."""
     lines = [line for block in fences(document, "sh") for line in block.splitlines()]
     stripped = [re.sub(r"\s+#.*", "", line).strip().removeprefix(".venv/bin/") for line in lines]
     return [line for line in stripped if line]
@@ -82,7 +82,7 @@ def commands(document: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Make a folder that contains the notebooks and sweep files that commands expect, but no runs."""
+    """Make a folder that contains the notebooks and sweep files that the commands need, but no runs."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "notebooks").symlink_to(ROOT / "notebooks")
     YAML().dump({"study": "benchmark", "fixed": TINY}, folder / "mine.yaml")
@@ -100,7 +100,7 @@ def do(place, monkeypatch, capsys):
         assert command in RUN
         program, *arguments = shlex.split(command)
         arguments = [replaced.get(argument, argument) for argument in arguments]
-        if program == "stepscope":  # in this process, to save the time of importing the modules again
+        if program == "stepscope":  # in this process, because importing the modules again would take long
             code = call(program, *arguments)
             output = "".join(capsys.readouterr())
         else:
@@ -113,7 +113,7 @@ def do(place, monkeypatch, capsys):
 
 
 def call(*arguments: str) -> int:
-    """Run the command line in this process; return its exit status."""
+    """Run the command-line program in this process; return its exit status."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", [*arguments])
         cli.main()
@@ -121,7 +121,7 @@ def call(*arguments: str) -> int:
 
 
 def program_in(folder: Path, *command: object) -> subprocess.CompletedProcess:
-    """Run a program in a folder, and hide all GPUs from the program."""
+    """Run a program in a folder with all GPUs hidden."""
     return subprocess.run(
         [*map(str, command)],
         cwd=folder,
@@ -166,7 +166,7 @@ def test_documented_sweep_files_are_valid(document, place):
 
 
 @pytest.mark.slow
-def test_custom_sweep_measures_and_renders_a_report(do, place):
+def test_custom_sweep_is_measured_and_rendered(do, place):
     do("stepscope sweep mine.yaml --runs runs/mine")
     do("stepscope render --runs runs/mine")
     swept = place / "runs" / "mine"
@@ -175,12 +175,12 @@ def test_custom_sweep_measures_and_renders_a_report(do, place):
     assert (swept / "report.html").is_file()
 
 
-def test_fit_names_the_sizes_that_fit(do):
+def test_fit_command_lists_the_sizes_that_fit(do):
     output = do("stepscope fit --memory 80")
     assert "80" in output and all(size in output for size in ("small", "medium", "large", "xl", "2.7B"))
 
 
-def test_profile_summarizes_a_capture_with_advice(do):
+def test_profile_command_prints_a_summary_and_advice(do):
     output = do("stepscope profile FILE", FILE=str(PACKAGE / "captures" / "example.sqlite.gz"))
     assert re.search("^step on GPU", output, re.MULTILINE) and re.search("^to do", output, re.MULTILINE)
 
@@ -205,7 +205,7 @@ def test_make_doctor_describes_this_machine(capsys):
 
 
 def recipe(target: str) -> str:
-    """Return the command that a Makefile target runs once the virtual environment exists."""
+    """Return the command that a make target runs if the virtual environment already exists."""
     done = subprocess.run(
         ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.ready", target],
         cwd=ROOT,
@@ -231,7 +231,7 @@ def test_make_report_measures_every_study_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_ladder_with_custom_shape_measures_each_optimization(place):
-    """Use the small shape that README suggests for a CPU."""
+    """Use the small shape that the README suggests for a CPU."""
     assert "`--shape 64/128/2/2`" in (ROOT / "README.md").read_text()
     options = ["--shape", "64/128/2/2", "--runs", "runs/shape"]
     done = program_in(place, sys.executable, "-m", "stepscope.cli", "ladder", *options)

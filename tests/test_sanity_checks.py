@@ -1,4 +1,4 @@
-"""Test sanity checks of readings, sufficient sample sizes, and how reports treat inconsistent rows."""
+"""Test the sanity checks of readings, the required sample sizes, and how reports treat inconsistent rows."""
 
 from types import SimpleNamespace
 
@@ -95,7 +95,7 @@ def test_phases_that_disagree_compares_a_phase_alone_and_within_the_step(changed
 
 
 def test_inconsistencies_are_described_in_all_rows_of_a_case():
-    """Each phase takes 10 ms, except in all ``forward`` steps in bf16 and in one ``forward`` step in fp32."""
+    """Each phase takes 10 ms, except in all bf16 steps of the mode ``forward`` and in one such fp32 step."""
     cases = [(precision, mode) for precision in ("bf16", "fp32") for mode in ("step", "forward")]
     rows, samples = [], {}
     for case in cases:
@@ -144,9 +144,9 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     ],
 )
 def test_has_enough_samples_depends_on_step_count_and_duration(wall_ms, enqueue_ms, device, steps):
-    """Require 30 steps or 2 s of steps on a GPU, and 100 steps or 3 s of steps if steps are launch-bound.
+    """A GPU needs 30 steps or 2 s of steps; if the steps are launch-bound, it needs 100 steps or 3 s.
 
-    If steps are long or run on a CPU, the requested number of steps is sufficient.
+    For long steps, and on a CPU, the requested number of steps is enough.
     """
     rows = [(0, True, TOTAL, 9e9, 0.0), (1, False, "forward", 9e9, 0.0)]
     rows += [(1, False, TOTAL, wall_ms, enqueue_ms)] * steps
@@ -173,14 +173,14 @@ def test_step_is_launch_bound_when_the_gpu_waits_for_a_slower_host(busy, enqueue
 # Reports
 
 
-def test_inconsistent_rows_names_the_rows():
+def test_inconsistent_rows_describes_each_row():
     table = pd.DataFrame({"mode": ["step", "forward"], "precision": "bf16", "phase": TOTAL, "wall_ms": 9.0})
     tables = {"times": table.assign(inconsistent=["too long", ""]), "other": table}
     assert inconsistent_rows(tables) == "bf16 step total: too long"
 
 
 def test_steady_drops_inconsistent_cases_from_the_time_tables_of_the_study():
-    """Each other row differs from the inconsistent row in one key, so the other rows stay in the tables."""
+    """Every other row differs from the inconsistent row in one field of the key, so it stays in the tables."""
     keys = ["run_id", "mode", "precision", "optimization", "batch_size"]
     samples = pd.DataFrame("a", index=range(6), columns=keys).assign(wall_ms=1.0)
     for row, key in enumerate(keys, 1):
@@ -201,7 +201,7 @@ def test_steady_drops_inconsistent_cases_from_the_time_tables_of_the_study():
 
 
 def test_power_limited_step_stays_in_reports_if_only_its_profiled_steps_differ():
-    """Reading records must recognize the text that the sanity check writes."""
+    """The code that reads records must recognize the text that the sanity check writes."""
     row = {"gpu_ms": 5.0, "wall_ms": 5.0}
     spread = measure.find_inconsistencies(row, [5.0, 5.5])
     spread_and_busy = measure.find_inconsistencies(row | {"wall_ms": 4.0}, [5.0, 5.5])
@@ -218,7 +218,7 @@ def test_power_limited_step_stays_in_reports_if_only_its_profiled_steps_differ()
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_newest_run_replaces_earlier_runs_of_a_configuration(order):
-    """If start times are equal, the run whose name sorts last counts as the newest."""
+    """Of runs with equal start times, the one whose name sorts last counts as the newest."""
     runs = [
         ("early", 1, "small", "step"),
         ("a_late", 3, "small", "step"),

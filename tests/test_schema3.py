@@ -1,4 +1,4 @@
-"""Test that schema 3 records load with the current names and that loading doesn't rewrite any files."""
+"""Test that schema 3 records load under the current names, and that loading them doesn't rewrite any files."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ def test_schema_3_folder_loads_under_new_names_and_stays_unchanged():
 
 
 def test_schema_3_values_are_unchanged_under_new_names():
-    """Compare every cell with the file's cell at the same position; only names may differ."""
+    """Compare every loaded value with the value at the same position in the file; only names may differ."""
     for document in documents(FOLDER):
         for table in document["tables"].values():
             if table["rows"] is None:

@@ -1,4 +1,4 @@
-"""Test the templates and views of the writeup's other datasets, and the chapter on several GPUs."""
+"""Test the templates and views of the writeup's other datasets, including the chapter on several GPUs."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ DATASETS = {"h100x2": 2, "h100x4": 4}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Write made-up datasets for two and four GPUs; return a new, empty dataset folder beside them."""
+    """Write simulated datasets for two and four GPUs; return an empty dataset folder next to them."""
     folder = tmp_path_factory.mktemp("runs")
     for name, gpus in DATASETS.items():
         simulated_gpus.write(folder / name, gpus)
@@ -59,7 +59,7 @@ def test_dataset_templates_are_in_the_writeup_only_if_the_dataset_exists(others,
 
 
 def test_every_lookup_of_the_chapter_finds_rows_in_the_sweep(others, tmp_path):
-    """The made-up numbers may make sentences false, but each lookup must find its rows."""
+    """Some sentences may be false for the simulated numbers, but every lookup must find its rows."""
     for name in DATASETS:
         shutil.copytree(writeup.templates_folder() / name, tmp_path / name)
     try:

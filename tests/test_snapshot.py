@@ -1,4 +1,4 @@
-"""Test that PyTorch memory snapshots show the peak and the code that holds memory, and load safely."""
+"""Test that summaries of PyTorch's memory snapshots show the peak and what holds memory, and load safely."""
 
 import gzip
 import pickle
@@ -36,7 +36,7 @@ def event(action: str, addr: int, mib: float, *frames: dict, **more: int) -> dic
     return entry | more
 
 
-# The history begins with 100 MiB at address 1 (freed later) and 50 MiB at address 2 (alive at the end).
+# Already allocated when the history begins: 100 MiB at address 1 (freed later), 50 MiB at address 2 (never freed).
 HISTORY = [
     event("segment_alloc", 1000, 600),
     event("alloc", 3, 200, TORCH, MODEL, TRAIN),
@@ -83,7 +83,7 @@ def test_snapshot_shows_its_peak_and_the_holders_of_memory(tmp_path, name):
         "peak_bytes": 580
         * MIB,  # 50 MiB allocated before the history, and 200 + 30 + 300 MiB allocated during it
         "allocations": 4,
-        "reserved_bytes": 964 * MIB,  # this includes the 64 MiB segment that is released later
+        "reserved_bytes": 964 * MIB,  # including a 64 MiB segment that is released later
         "event": 5,
     }
     holders = [line for line in lines if "function" in line.values]

@@ -41,7 +41,7 @@ def test_committed_run_is_read_back(store, tiny):
 
 @pytest.mark.parametrize("barred", ["", "benchmark", "benchmark/{run}"])
 def test_error_names_the_unreadable_folder(tiny, barred):
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose parent folders belong to root
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path's parent folders belong to root
         store = Store(Path(folder) / "some-runs")
         committed(store, tiny())
         committed(store, tiny(study="memory"))
@@ -49,7 +49,7 @@ def test_error_names_the_unreadable_folder(tiny, barred):
         Path(folder).chmod(0o755)
         place.chmod(0)
         try:
-            if root:  # root can read every folder
+            if root:  # unlike other users, root can read every folder
                 os.seteuid(65534)
             records, errors = store.records()
         finally:
@@ -155,7 +155,7 @@ def fail(*_):
 
 
 def test_interrupted_commit_leaves_no_run(store, tiny, monkeypatch):
-    """A commit writes the run's record last."""
+    """A commit writes the record last, so a run without a record was interrupted."""
     monkeypatch.setattr(module, "write_text_durably", fail)
     with pytest.raises(OSError, match="No space"):
         committed(store, tiny())

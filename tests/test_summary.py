@@ -61,7 +61,7 @@ COPY = "Memcpy HtoD (Pinned -> Device)"
 
 def test_step_time_includes_host_work_before_the_first_operation():
     step = summary_line(BEFORE, "step on GPU").values
-    assert step["wall_ms"] == pytest.approx(382.6, abs=0.5)  # the step's range on the host lasts 382.5 ms
+    assert step["wall_ms"] == pytest.approx(382.6, abs=0.5)  # the step's range takes 382.5 ms on the host
     before = summary_line(BEFORE, "before").values
     assert before["before_ms"] == pytest.approx(218, abs=1) and before["where"].endswith("preprocess")
 
@@ -128,7 +128,7 @@ def test_advice_names_the_synchronizing_call_and_operator():
 
 @pytest.mark.parametrize(("sync_us", "cause"), [(80, "sync"), (1, "launch")])
 def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_us, cause):
-    """Each of ten ``.to`` calls waits for 80 µs of work, and four short kernels with gaps follow each call."""
+    """Each of ten ``.to`` calls waits for 80 µs of GPU work and is followed by four short kernels with gaps."""
     events = []
     for at in range(0, 2000, 200):
         events += [
@@ -143,7 +143,7 @@ def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_u
     assert total["cause"] == cause
     if cause == "sync":
         assert total[["call", "where", "count"]].tolist() == ["cudaStreamSynchronize", "aten::to", 10]
-        # the 80 µs of synchronization cover only half of the last gap
+        # the 80 µs of synchronization explain only half of the last gap
         assert total["ms"] == pytest.approx(10 * (25 + 3 * 22) / 1e3)
 
 
@@ -179,7 +179,7 @@ def test_gaps_are_summed_by_cause_call_and_place():
 
 
 def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
-    """Thread 1 synchronizes and loads; thread 2, thread 1 and an unknown thread end the gaps in this order."""
+    """Thread 1 synchronizes, loads and saves; thread 2, thread 1 and an unknown thread each end one gap."""
     events = [
         *launch(GEMM, 0, 5, 95),
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 90),
@@ -207,7 +207,7 @@ def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
         ("user_annotation", "load", 150, 800, 1, "host"),  # this range launches nothing
         ("user_annotation", "load", 150, 1600, 1, "host"),  # the gap takes up most of the range
         ("user_annotation", "epoch", -2000, 9000, 1, "unnamed"),
-        ("cpu_op", "aten::add", 150, 852, 1, "launch"),  # this operator launches slowly
+        ("cpu_op", "aten::add", 150, 852, 1, "launch"),  # this operator launches the next kernel, but slowly
         ("cuda_runtime", "cudaMalloc", 450, 540, 1, "call"),
         ("cuda_runtime", "cudaMalloc", 900, 90, 1, "unnamed"),
         ("cuda_runtime", "cudaMalloc", 150, 400, 2, "unnamed"),  # this event is on a different thread
@@ -253,7 +253,10 @@ def test_gap_location_is_the_outermost_operator_in_the_innermost_range_and_frame
 
 
 def ranged(*names: str) -> list[dict]:
-    """Return an outer range that contains a range per name and an NCCL range; each inner range runs a kernel."""
+    """Return the events of an outer range with one inner range per name, and an NCCL range at its end.
+
+    Each inner range encloses one kernel launch.
+    """
     events = [annotation("chunk", 0, 100 * len(names) + 100)]
     for number, name in enumerate(names):
         at = 10 + 100 * number
@@ -322,7 +325,7 @@ def test_fp32_matmul_advice_depends_on_the_gpu():
 
 
 def advised_ms(gpu) -> dict[str, float]:
-    """Return the time in ms that each piece of advice saves, by the first five characters of the advice."""
+    """Return the ms that each piece of advice would save, keyed by the advice's first five characters."""
     return {advice.what[:5]: advice.ms for advice in advice_for(gpu)}
 
 
@@ -345,7 +348,7 @@ def test_advice_recommends_tensor_cores_for_fp32_and_fusion_without_compiled_ker
 
 
 def matmul(name: str, start: float, dur: float, dtype: str) -> list[dict]:
-    """Return a 2 GFLOP matmul, which takes at least 2.02 µs on an H100 with a peak of 989.5 TFLOP/s."""
+    """Return the events of a 2 GFLOP matmul; at an H100's 989.5 TFLOP/s, it would take 2.02 µs."""
     source = operator("aten::mm", dtype, [1000, 1000], [1000, 1000], ts=start - 5)
     return [source, *launch(name, start - 4, start, dur, operator=source)]
 
@@ -371,7 +374,7 @@ def test_matmul_advice_uses_the_peak_rate_of_the_gpu(tmp_path):
     assert "unaligned loads (align2)" in texts and "such as volta_sgemm" in texts
     # without the GPU's name, its peak rate is unknown
     assert advised_ms(first_gpu(tmp_path, events))["1 mat"] == pytest.approx(0.09)
-    # If FLOPs are unknown, the data sheet's fp32 rate is used, and the split-K sum doesn't count as a matmul.
+    # With unknown FLOPs, the data sheet's fp32 rate is used, and the split-K sum doesn't count as a matmul.
     kernels_only = [each for each in events if each["cat"] != "cpu_op"]
     saved_ms = advised_ms(first_gpu(tmp_path, kernels_only, **H100))["run f"]
     assert saved_ms == pytest.approx(0.39 * (1 - 67 / 989.5), rel=1e-2)
@@ -511,7 +514,7 @@ def test_example_capture_names_its_gpu_but_omits_machine_details():
 
 
 def test_notebook_shows_the_requested_gpu_and_times_per_step(tmp_path):
-    """Request GPU 0, although GPU 1 is busier."""
+    """The test requests GPU 0, although GPU 1 is busier and would be shown by default."""
     events = launch(GEMM, 40, 50, 500, gpu=1)
     for number, dur in enumerate((30, 50)):
         at = 1000 * number
@@ -543,7 +546,7 @@ HEAVY = "torch dask distributed papermill matplotlib seaborn scipy pandera nbfor
 
 @pytest.mark.parametrize("path", [SAMPLE, BEFORE, Path(__file__)], ids=lambda path: path.name)
 def test_profile_command_imports_nothing_heavy(path):
-    """Heavy imports would delay the first line of output by more than a second."""
+    """Importing heavy modules would delay the first line of output by more than a second."""
     program = f"""
 import atexit, sys
 from stepscope.cli import main

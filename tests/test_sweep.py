@@ -46,7 +46,7 @@ HERE = SweepOptions()
 
 @pytest.fixture
 def sweep(write_sweep, store, faults):
-    """Return a function that sweeps over seeds in this process and stores the printed text in ``sweep.output``."""
+    """Return a function that sweeps over seeds in this process; its attribute ``output`` is what was printed."""
 
     def run(seeds, how=HERE, **fields):
         path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
@@ -179,7 +179,7 @@ def gpus(monkeypatch, faults):
 
 def test_each_run_uses_a_gpu_exclusively(sweep, store, faults, gpus):
     end = sweep([TURNS, *range(11, 18)], device="auto")
-    assert end.counts == {"ok": 8}  # a run fails if a different run uses its GPU
+    assert end.counts == {"ok": 8}  # a run fails if another run uses its GPU
     assert {record.config["device"] for record in by_seed(store).values()} == {"cuda"}
 
 
@@ -230,7 +230,7 @@ def test_device_name_comes_from_the_first_record_with_a_device(store, tiny):
 
 
 def collect(store, console, configs, all_fields, signals=(), began=0.0) -> sweeping._Sweep:
-    """Pass records with these fields to a sweep, as if runs of these configurations had returned the records."""
+    """Pass records with these fields to a sweep, as if the runs of these configurations had returned them."""
     workers: Any = SimpleNamespace(places=lambda device: 1)
     end = SweepEnd(left=configs)
     running_sweep = sweeping._Sweep(workers, store, HERE, console, end, [*signals], began)
@@ -293,7 +293,7 @@ def test_longest_machine_path_is_replaced_first(monkeypatch, checkout):
 
 
 def test_memory_request_matches_the_baseline_step(tiny):
-    """A smaller memory request would be too small for the other modes of the run."""
+    """A run requests enough memory for its baseline step, which may need more than the configured step."""
     large = {"device": "cuda", "size": "large", "vocab_size": 10_000, "context_length": 512, "batch_size": 4}
     baseline = StepConfig(**large)
     needed_gib = peak(baseline).allocated / 2**30
@@ -339,7 +339,7 @@ def test_progress_line_shows_run_time_and_remaining_time(store, tiny, monkeypatc
     ]
     collect(store, recording, configs, ends, began=400.0)
     lines = recording.export_text().splitlines()
-    # After ten minutes, one to four of the five runs are done.
+    # The lines report one to four of five runs as done, each time after ten minutes.
     minutes = [re.search(r"\(about (\d+) min left\)$", line)[1] for line in lines]
     assert minutes == ["40", "15", "7", "2"]
     assert "quick; inconsistent: it swings" in lines[1] and "failed: it fell" in lines[3]

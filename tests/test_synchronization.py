@@ -1,4 +1,4 @@
-"""Test on a fake GPU that code waits for the GPU before reading the host's clock."""
+"""Test on a fake GPU that measuring code waits for the GPU before it reads the host's clock."""
 
 import math
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ def gpu(monkeypatch):
 
 
 def launch(gpu, work_ms):
-    """Return a function that launches work."""
+    """Return a function that launches ``work_ms`` of work on the fake GPU."""
     return lambda *_: gpu.launch(work_ms)
 
 
@@ -87,7 +87,7 @@ def attention_on(gpu, **fields):
 def test_forward_and_backward_are_timed_separately_within_the_time_limit(
     gpu, monkeypatch, max_seconds_per_case, timed_steps, warmups, passes, is_long
 ):
-    """A pass takes 3 s, the warm-up takes a quarter of the limit, and the SM clock settles before long passes."""
+    """A pass takes 3 s, the warm-up a quarter of the limit, and the clock settles before long passes."""
     monkeypatch.setattr(attention_protocol, "LONG_MS", 2999.0 if is_long else 3001.0)
     calls, call = [], attention(gpu)
     measurement = attention_on(

@@ -125,7 +125,7 @@ def test_kernels_by_range_match_nsys(sample):
 
 
 def test_phase_times_match_nsys(sample):
-    """Exclude backward, because nsys attributes only one kernel to the range of backward."""
+    """Backward isn't compared, because nsys attributes only one kernel to its range."""
     operations, ranges = sample
     times = phase_clocks(operations, ranges).set_index(["step", "phase"])
     assert len(times) == 20
@@ -307,8 +307,8 @@ def test_waiting_calls_lists_slow_launches_and_synchronizations(tmp_path):
 
 
 def test_phase_clocks_handles_overlapping_streams_gaps_and_outside_operations(tmp_path):
-    # Forward is busy from 100 to 130 and from 140 to 160. Two of the step's operations are outside forward, and
-    # one operation runs after the step.
+    # The GPU runs forward's operations from 100 to 130 and from 140 to 160. Two of the step's operations are
+    # outside forward, and one operation runs after the step.
     lasted = [
         (100, 120, 7),
         (110, 130, 8),
@@ -534,8 +534,8 @@ def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0)
 def test_enclosing_matches_a_plain_loop(seed):
     generator = np.random.default_rng(seed)
     keys = (generator.integers(0, 2**50, 3) << 4).tolist()
-    # An empty interval counts as 1 ns long. Only one of several equal intervals is kept, because any of them is a
-    # correct result.
+    # An empty interval counts as 1 ns long. Of several equal intervals, only one is kept, because the result may
+    # be any of them.
     given = {
         (key, start, max(end, start + 1)): (key, start, end)
         for key in keys
@@ -563,7 +563,7 @@ def test_enclosing_ignores_intervals_of_different_threads():
 
 
 def test_cpu_operators_count_only_self_time(tmp_path):
-    """The self time of an operator excludes the time of the operators that it calls."""
+    """An operator's self time excludes the time of the operators that it calls."""
     spans = [
         ("aten::flash_backward", 0, 100, 1),
         ("aten::fill_", 10, 5, 1),

@@ -1,4 +1,4 @@
-"""Test that reports never render texts from untrusted records as markup and that no table stops a report."""
+"""Test that reports never render text from untrusted records as markup, and that no table makes one fail."""
 
 import hashlib
 import json
@@ -54,14 +54,14 @@ LINK = re.compile(
     r"#[\w-]*$|[\w./+-]+(#[\w-]+)?$|data:image/svg\+xml,"
     r"|https://(pytorch|docs\.|github\.com|arxiv\.org/abs/|cs336\.stanford\.edu$)"
 )
-# the only HTML that our Markdown contains: folds
+# folds are the only HTML in our Markdown
 OUR_HTML = re.compile(r"<details><summary>[^<]*</summary>\n*|</details>\n*")
 TEXTS = ("name", "reason", "line", "source", "tensor", "region", "kernel")
 GITHUB = MarkdownIt("gfm-like", {"html": True, "linkify": False}).enable("table")
 
 
 class Foreign(HTMLParser):
-    """A parser that collects elements, attributes and links that our pages never contain."""
+    """An HTML parser that collects elements, attributes and links that our own pages never contain."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def markup_on_github(text: str) -> list[str]:
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """Return a folder that contains a copy of one run of each study; tests may change the copies."""
+    """Return a runs folder with a copy of one run of each study; tests may change the copies."""
     return copy_runs(tmp_path / "runs", *FOLDERS["tour"])
 
 
@@ -210,7 +210,7 @@ def test_errors_do_not_render_markup_from_unusable_runs(runs):
 
 
 def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield pairs of a change's name and a copy of the table in which the change affects one column."""
+    """Yield changes of one column, as pairs of the change's name and the changed copy of the table."""
     yield "text", table.assign(**{column: "<b>x</b>"})
     yield "nothing", table.assign(**{column: None})
     yield "no number", table.assign(**{column: np.nan})

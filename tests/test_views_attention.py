@@ -57,7 +57,10 @@ def test_phases_match_recomputation():
 
 
 def expected_outcome(key: tuple, row: Row) -> str:
-    """Return the phase and reason of an out-of-memory error; blame backward if the quadratic forward peak fits."""
+    """Return the phase and reason of an out-of-memory error.
+
+    The phase is backward if forward's peak, which grows with the square of the context length, would fit.
+    """
     if row["status"] != "oom":
         return ""
     *case, length, _ = key
@@ -102,7 +105,7 @@ def peak_bytes(key: tuple) -> float:
     item = 2 if precision == "bf16" else 4
     vector, row = batch * length * d * item, batch * length * 4
     square = batch * length**2
-    if name == "naive":  # six T x T matrices, a mask, six T x d tensors and the sums of the rows
+    if name == "naive":  # six T x T matrices, a mask, six T x d tensors and the row sums
         return 6 * square * item + length**2 + 6 * vector + row * item / 4
     if name == "compiled":
         return 3 * square * item + length**2 + 6 * vector + 2 * row

@@ -93,7 +93,7 @@ def forward_flops(size: str, context_length: int, batch_size: int, vocab_size: i
 
 
 def mean_text(values: list[float]) -> str:
-    """Format the mean and the standard deviation of values, as in "3.14 ± 0.05"."""
+    """Format the mean and standard deviation of these values, as in "3.14 ± 0.05"."""
     return f"{shown(statistics.mean(values))} ± {shown(statistics.stdev(values))}"
 
 

@@ -37,7 +37,7 @@ BF16_MOMENTS = (
 
 
 def read_ladder(folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return a folder's ladder tables; drop inconsistent rows, except rows that the power limit explains."""
+    """Return a folder's ladder tables without inconsistent rows, but with those that the power limit explains."""
     tables = read_tables({"ladder": CASE[:3]}, folder)
     steps, kernels = tables["ladder.steps"], tables["ladder.kernels"]
     at_power_limit = steps.inconsistent.str.contains("profiled steps range") & (
@@ -112,13 +112,13 @@ def clear(ratio: float) -> float:
 
 
 def step_of(case: tuple, optimization: str) -> Row:
-    """Return the timed step of an optimization, or an empty dictionary if the step wasn't timed."""
+    """Return the timed step of an optimization; if it wasn't timed, return an empty dictionary."""
     step = STEPS.get((*case, optimization), {})
     return step if step.get("wall_ms", 0) > 0 else {}
 
 
 def previous_of(case: tuple, optimization: str) -> Row:
-    """Return the timed step to which an optimization was added, or an empty dictionary if no such step exists."""
+    """Return the timed step to which an optimization was added; if there is none, return an empty dictionary."""
     if optimization in ("fp8", "chunked_loss"):
         return step_of(case, "bf16_moments")
     if optimization not in LADDER or not step_of(case, optimization):
@@ -128,7 +128,7 @@ def previous_of(case: tuple, optimization: str) -> Row:
 
 
 def speedup_of(case: tuple, optimization: str) -> float:
-    """Return the speedup over the previous step as tables print this speedup."""
+    """Return the speedup over the previous step, formatted as in the tables."""
     step, before = step_of(case, optimization), previous_of(case, optimization)
     if not step or not before:
         return NAN
@@ -506,7 +506,7 @@ def test_views_are_independent_of_row_order():
 
 
 def test_cpu_run_views_omit_only_gpu_measurements():
-    # the CPU run has a custom size, but the views compute FLOPs from the name of a size
+    # the CPU run's size is custom, so give it a known name, from which the views compute FLOPs
     raw = {name: table.assign(size="nano") for name, table in read_ladder(CPU_FOLDER).items()}
     views = Views(raw)
     rows = {name: len(views[name]) for name in EXPECTED}

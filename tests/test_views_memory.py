@@ -40,7 +40,7 @@ RAW = {name.removeprefix("memory."): table for name, table in TABLES.items()}
 
 
 def by_step(rows: pd.DataFrame, *names: str) -> Rows:
-    """Return rows keyed by configuration and these columns; check that each key is unique."""
+    """Return the rows, keyed by their configuration and these columns; assert that the keys are unique."""
     return keyed(rows, (*STEP, *names))
 
 
@@ -119,7 +119,7 @@ def test_block_memory_formulas_match_recorded_sizes():
         assert {name: view[key][name] for name in sizes} == pytest.approx(sizes)
 
 
-# name prefixes of the operations that save tensors, by module
+# prefixes of the names of the operations that save tensors, by module
 REGIONS = {
     "ffn": ["second multiplication", "first multiplication", "sigmoid", "down_proj", "gate_proj"],
     "attention.value": ["attention weights"],

@@ -1,4 +1,4 @@
-"""Test the mixed_precision study's views against an independent recomputation from the files in runs/h200."""
+"""Test the mixed-precision study's views against an independent recomputation from the files in runs/h200."""
 
 import math
 import re
@@ -119,7 +119,7 @@ def kernels() -> dict[tuple, Row]:
 
 
 def outside(deviation: float, low: float, high: float) -> float:
-    """Return the fraction of normally distributed values with a magnitude below ``low`` or above ``high``."""
+    """Return the fraction of normally distributed values whose magnitude is below ``low`` or above ``high``."""
     normal = statistics.NormalDist(0, deviation)
     return (2 * normal.cdf(low) - 1) + 2 * normal.cdf(-high)
 

@@ -107,7 +107,7 @@ def time_of(passes: list[Row], named: int) -> Row:
 
 
 def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
-    """Return the rank of each time; the longest time has rank 1, and equal times keep their order."""
+    """Rank the keys by time: the longest time has rank 1, and equal times keep their order."""
     order = sorted(times_ns, key=lambda key: -times_ns[key])
     return {key: place for place, key in enumerate(order, 1)}
 

@@ -117,7 +117,7 @@ def test_sweep_on_external_workers_can_be_stopped_killed_and_continued(cluster, 
         first.wait_for((faults / "child").exists)
         first.process.send_signal(number)
         assert first.process.wait(60) == status
-        # The worker is still alive, and has killed the abandoned run.
+        # The worker is still alive; it has killed the abandoned run.
         assert ended(int((faults / "child").read_text())) and worker.poll() is None
         assert seeds(store) == {0}
     (faults / "mended").touch()

@@ -53,7 +53,7 @@ def broken_rules(text: str) -> list[tuple[int, str]]:
 
 
 def crowded_lines(text: str) -> list[tuple[int, str]]:
-    """Return the number of each prose line that contains more than one sentence, and the reason."""
+    """Return the line number of each prose line with more than one sentence, and the reason."""
     found, fenced = [], False
     for number, line in enumerate(text.splitlines(), 1):
         fenced ^= line.startswith("```")
@@ -65,7 +65,7 @@ def crowded_lines(text: str) -> list[tuple[int, str]]:
 
 
 def wrong_units(text: str) -> list[tuple[int, str]]:
-    """Return the line number and a description of each column printed in a unit that differs from its name."""
+    """Return the line number and a description of each column that is printed in a unit other than its own."""
     found = []
     for node in jinja2.Environment().parse(text).find_all(nodes.Filter):
         name = node.name
@@ -83,7 +83,7 @@ def wrong_units(text: str) -> list[tuple[int, str]]:
 
 
 def printed_column(node: nodes.Expr | None) -> str:
-    """Return the column that an expression prints, ignoring calls such as ``.min()``, or "" for arithmetic."""
+    """Return the column that an expression prints, also through a call such as ``.min()``, or "" if none."""
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
         return printed_column(node.node.node)
     return node.attr if isinstance(node, nodes.Getattr) else ""
@@ -115,7 +115,7 @@ def test_planted_rule_violation_is_reported(text: str, why: str):
 
 
 def test_view_key_contains_every_configuration_field():
-    """A view declares in ``over`` the fields that it joins or omits."""
+    """The key may lack only fields that the view joins or omits, which it declares in ``over``."""
     lacking = {
         name: [field for field in view.config if field not in (*view.key, *view.over)]
         for name, view in all_views().items()

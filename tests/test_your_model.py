@@ -1,4 +1,4 @@
-"""Test the ladder for users' models: bad input, isolation, kept optimizations, modules and complete runs."""
+"""Test the ladder of a user's model: bad input, isolation, kept optimizations, modules, and complete runs."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ HEAD = "import torch\nfrom torch import nn\n"
 
 @pytest.fixture(autouse=True)
 def imports(monkeypatch):
-    """After each test, remove the models that the test imported, so that later tests import the models again."""
+    """After each test, remove the modules of models that it imported, so that later tests import them again."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name in ("mine", *[path.stem for path in MODELS.glob("*.py")]):
@@ -50,7 +50,7 @@ def imports(monkeypatch):
 
 @pytest.fixture
 def write(tmp_path):
-    """Return a function that writes a model to a file and finds the function ``build`` in the file."""
+    """Return a function that writes a model's source to a file and finds its function ``build``."""
 
     def make(text, name="mine.py"):
         path = tmp_path / name
@@ -255,7 +255,7 @@ def test_lstm_flops_equal_the_flops_of_its_matmuls(options):
         with counter:
             model(x)[0].sum().backward()
         assert counter.get_total_flops() == 3 * forward
-    # There is no cuDNN on a CPU, but on the meta device PyTorch computes the shapes of its results.
+    # cuDNN isn't available on a CPU, but on the meta device PyTorch computes the shapes of its results.
     x, weights = x.to("meta"), model.to("meta")._flat_weights
     with counter, torch.no_grad():
         state, hidden = torch.zeros(4, 3, 16, device="meta"), torch.zeros(4, 3, 4, device="meta")
@@ -293,7 +293,7 @@ def test_find_blocks_returns_the_longest_list_of_modules_of_one_type():
 
 @pytest.mark.parametrize("own", [True, False])
 def test_compile_module_compiles_both_pytorch_and_custom_module_types(monkeypatch, own):
-    """Test PyTorch's module types, too, because ``nn.Sequential(...).compile()`` has no effect."""
+    """PyTorch's own module types are tested, too, because ``nn.Sequential(...).compile()`` has no effect."""
 
     class Own(nn.Sequential):
         def forward(self, x):
@@ -370,9 +370,9 @@ def test_inapplicable_transforms_return_a_reason():
 
 @pytest.fixture
 def measured(write, tmp_path):
-    """Return a function that measures a model in fp32 and then with optimizations, both in this process.
+    """Return a function that measures a model in this process, in fp32 and then with optimizations.
 
-    The function returns the loop that measured the optimizations, and the outcome of this loop.
+    The function returns the loop that measured the optimizations, and this loop's outcome.
     """
 
     def measure(forward, *stack):
@@ -407,7 +407,7 @@ def test_master_adamw_gets_only_parameters_with_a_gradient(measured):
 
 
 def test_numerics_check_without_dropout_leaves_nothing_to_compile_in_timed_steps(measured, monkeypatch):
-    """Dynamo compiles models separately with and without dropout; the timed steps must not compile anything."""
+    """Dynamo compiles separate code for the check without dropout; timed steps must not compile anything."""
     graphs = torch._dynamo.utils.counters["stats"]
     compiled = []
 
@@ -431,11 +431,21 @@ def test_numerics_check_without_dropout_leaves_nothing_to_compile_in_timed_steps
     assert outcome.row["compile_s"] > 0
 
 
+def test_inconsistent_profile_is_discarded_but_the_time_is_kept(measured, monkeypatch):
+    monkeypatch.setattr(
+        RowLoop, "repeat_impossible", lambda loop: loop.cases[0].row.update(inconsistent="10 ms")
+    )
+    _, outcome = measured("self.a(x)", "bf16")
+    assert outcome.row["status"] == "ok" and outcome.row["wall_ms"] > 0
+    assert outcome.row["reason"] == "not profiled: 10 ms" and outcome.row["inconsistent"] == ""
+    assert "gpu_ms" not in outcome.row and outcome.kernels is None
+
+
 @pytest.mark.parametrize(
     "draw", ["[random.random() for _ in range({})]", "np.random.rand({})", "torch.rand({})"]
 )
 def test_first_losses_agree_when_the_model_draws_random_numbers(measured, draw):
-    """With autocast, this model draws more random numbers, so only the first steps use the same random state."""
+    """This model draws more random numbers under autocast, so only the first steps start with equal states."""
     drawn = draw.format('1 + torch.is_autocast_enabled("cpu")')
     _, outcome = measured(f"self.a(x) * {drawn}[0]", "bf16")
     assert outcome.row["loss_error"] < 0.02
@@ -450,7 +460,7 @@ def test_gradient_error_includes_parameters_that_only_one_of_two_steps_uses(meas
 
 
 def test_isolated_calls_return_results_and_failures_do_not_affect_the_next_call(tmp_path):
-    """Use functions from Python's library, because importing this file in a new process would take seconds."""
+    """Call standard-library functions, because importing this file in a new process would take seconds."""
     with pytest.raises(ProcessFailed, match="was killed by SIGKILL"):
         call_isolated(signal.raise_signal, 60, signal.SIGKILL)
     hang = ["sh", "-c", f"echo $PPID $$ > '{tmp_path}/pids'; exec sleep 1000"]
@@ -572,9 +582,8 @@ def test_optimization_that_does_nothing_or_breaks_the_loss_is_not_kept():
     broken = outcome("bf16", 10.0, loss_error=math.nan)
     assert "it changes nothing" in why_dropped(same, before)
     assert why_dropped(broken, before) == "its loss isn't finite"
-    assert not why_dropped(
-        same, outcome("fp32", status="oom")
-    )  # fp32 doesn't fit, so anything that fits helps
+    # if fp32 doesn't fit, any step that fits is an improvement
+    assert not why_dropped(same, outcome("fp32", status="oom"))
 
 
 def test_launch_bound_configurations_are_compared_by_their_fastest_step():
@@ -647,7 +656,7 @@ def test_text_from_user_code_is_not_rendered_as_markup(store, ladder):
 
 
 def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch):
-    """Keep all measured optimizations, compile with the ``eager`` backend, and measure in this process."""
+    """Keep every measured optimization, compile with the backend ``eager``, and start no new process."""
     monkeypatch.setattr(loop, "call_isolated", lambda function, limit_s, job: function(job))
     monkeypatch.setattr(loop, "why_dropped", lambda outcome, before: "")
     monkeypatch.setattr(loop, "duration_ms", lambda outcome: 1.0)
@@ -668,7 +677,7 @@ def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch
 
 
 def test_compiled_code_computes_the_gradients_of_the_eager_step(write, tmp_path):
-    """Use a minimal model, because each kernel takes seconds to compile."""
+    """The model is minimal, because each kernel takes seconds to compile."""
     place = write("""class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -719,7 +728,7 @@ def command(name, store, **environment):
 
 
 def test_command_measures_a_network_that_synchronizes_and_names_the_line(store):
-    """Disable compilation, because compiling takes half a minute in a new folder and the test above compiles."""
+    """Compilation is disabled: it takes half a minute in a new folder, and another test covers it."""
     steps = command("router", store, TORCHDYNAMO_DISABLE="1")
     where = "uncompiled, router.py:15 reads a number from the device"
     reason = steps.loc["cuda_graph", "reason"]
@@ -747,15 +756,19 @@ def test_notebook_measures_a_convolutional_network_and_an_edited_file_is_a_new_r
 
 
 @pytest.mark.parametrize(
-    ("gpu_ms", "wall_min_ms", "is_kept"),
+    ("gpu_ms", "wall_min_ms", "busy", "is_kept"),
     [
-        (20, 42, True),  # the GPU time is halved, so a later CUDA graph will be faster
-        (40, 39, False),  # the difference is within the noise of launch-bound steps
-        (40, 30, True),
-        (20, 60, False),
+        (20, 42, 0.5, True),  # the GPU time is halved, so a later CUDA graph will be faster
+        (38, 35, 0.5, False),  # the difference is within the noise of launch-bound steps
+        (38, 35, 0.99, True),  # this step isn't launch-bound, so its time is reproducible
+        (40, 30, 0.5, True),
+        (20, 60, 0.5, False),
     ],
 )
-def test_launch_bound_step_is_kept_if_it_saves_gpu_time_or_is_clearly_faster(gpu_ms, wall_min_ms, is_kept):
+def test_launch_bound_step_is_kept_if_it_saves_gpu_time_or_is_clearly_faster(
+    gpu_ms, wall_min_ms, busy, is_kept
+):
     before = {"wall_ms": 40.5, "wall_min_ms": 40.0, "gpu_ms": 38.0}
     row = {"wall_ms": wall_min_ms + 1, "wall_min_ms": wall_min_ms, "gpu_ms": gpu_ms}
+    row |= {"busy": busy, "enqueue_ms": 50.0}
     assert (why_dropped_launch_bound(row, before) == "") == is_kept

@@ -1,4 +1,4 @@
-"""Run mypy on the given files; by default, check the package, bench, the tests and the notebooks.
+"""Run mypy on the given files, or by default on the package, bench, the tests and the notebooks.
 
 python tests/typecheck.py [FILE ...]
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def code_of(notebook: Path) -> list[tuple[str, str]]:
-    """Return the location and text of each line in the code cells; a location looks like ``path:cell 3:1``."""
+    """Return the location and text of each line in the code cells; locations look like ``path:cell 3:1``."""
     cells = nbformat.read(notebook, as_version=4).cells
     return [
         (f"{notebook.relative_to(ROOT)}:cell {number}:{at}", line)
@@ -26,9 +26,9 @@ def code_of(notebook: Path) -> list[tuple[str, str]]:
 
 
 def typecheck(files: list[str]) -> tuple[str, int]:
-    """Run mypy on ``files``, or on all files if empty; return mypy's output and exit status.
+    """Run mypy on ``files``, or on all files if the list is empty; return mypy's output and its exit status.
 
-    In the output, refer to code in notebooks by cell.
+    In the output, locations in notebooks name the cell.
     """
     settings = ["--config-file", str(ROOT / "pyproject.toml")]
     if files:

@@ -20,8 +20,8 @@ from stepscope import PROJECT, StepscopeError, __version__
 from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here, machine, software
 
-# Other modules are imported lazily: until main has set the action for Ctrl-C, interrupting an import prints a
-# traceback.
+# Other modules are imported lazily: pressing Ctrl-C during an import prints a traceback until main has changed how
+# SIGINT is handled.
 if TYPE_CHECKING:
     from stepscope.runs.record import Record
     from stepscope.runs.sweep import SweepOptions
@@ -355,7 +355,7 @@ def _block_of_model(model: str, parameters: list[str]) -> dict[str, Any]:
         values.setdefault(argument.partition("=")[0], []).append(argument)
     arguments = [" ".join(combination) for combination in itertools.product(*values.values())]
     os.environ[MODEL] = source.place
-    # The module of a package is imported from the folder that contains the package.
+    # A module that is part of a package is imported from the folder that contains the package.
     if not source.place.startswith(str(source.path)):
         os.environ["PYTHONPATH"] = os.pathsep.join([str(source.root), os.environ.get("PYTHONPATH", "")])
     return {"study": "your_model", "fixed": source.fields, "axes": {"arguments": arguments}}
@@ -634,7 +634,7 @@ def profile(
             lines = snapshot_lines(file, device=device, csv=csv)
         else:
             lines = profiled(file, step, phases_of(phase or []), device, csv, from_ms, to_ms)
-    except OSError as error:  # this is an output error, because errors in the input are TraceErrors
+    except OSError as error:  # writing the output failed; errors in the input are TraceErrors
         raise StepscopeError(f"{error.filename or csv or file}: {error.strerror or error}") from None
     print(rendered(lines, form))
 
@@ -681,7 +681,7 @@ def main() -> None:
     # KeyboardInterrupt.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.stdout is None:  # stdout was closed before the start; writing to this replacement fails
+    if sys.stdout is None:  # stdout was closed before this program started; writing to this replacement fails
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     try:
         try:

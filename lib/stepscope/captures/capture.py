@@ -263,7 +263,7 @@ def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
     if payloads.empty or not is_collective.any():
         return
     gpus = {*zip(records.process[is_collective], operations.loc[is_collective, "device"])}
-    ranks = len(gpus)  # counted per process, because the GPU of every process may have the number 0
+    ranks = len(gpus)  # counted per process, because every process may number its GPU 0
     if ranks < 2:
         return
     launch = find_launches(records.process, operations["correlation_id"].to_numpy(), records.launches)
@@ -515,9 +515,8 @@ def _has_backward_node(
 ) -> np.ndarray:
     """Return a mask of the operations whose operator created a node that backward runs later in the same step."""
     operators, nodes = autograd.operators, autograd.backward
-    operators = operators[
-        ~operators["key"].isin(nodes["key"])
-    ]  # an operator on a thread of the backward pass runs inside a node
+    # an operator on a thread of the backward pass runs inside a node
+    operators = operators[~operators["key"].isin(nodes["key"])]
 
     def with_step(rows: pd.DataFrame) -> pd.DataFrame:
         process_keys = rows["key"].to_numpy("int64") & PROCESS

@@ -14,10 +14,11 @@ import pandas as pd
 from stepscope.captures.step_breakdown import COMMUNICATION, Device
 from stepscope.traces.kernel_names import words
 
+# Matches the name of a kernel after it has been split into words.
 COLLECTIVE = re.compile(
     r"reduce ?scatter|all ?gather|all ?reduce|all ?to ?all|send ?recv|broadcast|dispatch"
     r"|combine|barrier"
-)  # matches a kernel name split into words
+)
 HYPHENATED = {
     "reducescatter": "reduce-scatter",
     "allgather": "all-gather",

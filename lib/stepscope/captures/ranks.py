@@ -30,10 +30,10 @@ from stepscope.traces.torch_trace import GLOO
 
 KEY = ["step", "communicator", "kind", "number"]
 MIN_SHARE_SHOWN = 0.005  # share of the step; shorter waiting is omitted
-MIN_MS_SHOWN = 1e-6  # 1 ns; smaller parts are rounding errors of differences
+MIN_MS_SHOWN = 1e-6  # 1 ns; smaller parts are rounding errors of subtractions
 MAX_WAITS_SHOWN = 4
-MIN_CLOCK_OFFSET_MS = 0.1  # smaller differences between a collective's ends are normal
-MAX_END_DIFFERENCE_MS = 1  # on aligned clocks; kernels that end further apart are different collectives
+MIN_CLOCK_OFFSET_MS = 0.1  # smaller differences between a collective's end times on two ranks are normal
+MAX_END_DIFFERENCE_MS = 1  # on aligned clocks; kernels that end further apart are in different collectives
 PARTS = {"compute": "compute", "copies": "exposed copies", "idle": "idle"}  # parts of the step breakdown
 
 

@@ -22,11 +22,11 @@ from stepscope.traces.kernel_categories import MATMUL
 
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # applies only to names of copies
-# an fp32 matmul that runs on tensor cores is TF32
+# an fp32 matmul that runs on tensor cores uses TF32
 TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)
 MIN_SHARE_RATED = 0.5  # minimum share of matmul time with known shapes; below it, we report no rate
 OUTLIER_RATIO = 1.25  # a step this many times slower or faster than the median is an outlier
-STARTUP_BUSY_RATIO = 2  # after a start-up, the GPU is at least this many times busier than during it
+STARTUP_BUSY_RATIO = 2  # after the start-up, the GPU is at least this many times as busy as during it
 MIN_OPS_FOR_STARTUP = 100  # with fewer operations, we don't look for a start-up
 MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no step is typical
 

@@ -30,10 +30,14 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    # labels are at the right edge, even if an implementation ran out of memory at a shorter context length
-    last = rows.sort_values("context_length").groupby("name")["gpu_ms"].last()
-    ends = {name: (lengths[-1], ms) for name, ms in last.items()}
-    style.label_ends(axes, ends, {name: LINE_COLORS[name] for name in last.index})
+    # Labels are at the right edge, and name the last context length of an implementation that ends earlier.
+    last = rows.sort_values("context_length").groupby("name")[["context_length", "gpu_ms"]].last()
+    ends, colors = {}, {}
+    for name, length, ms in last.itertuples():
+        label = name if length == lengths[-1] else f"{name}, up to {length:,}"
+        ends[label] = lengths[-1], ms
+        colors[label] = LINE_COLORS[name]
+    style.label_ends(axes, ends, colors)
     return drawn
 
 

@@ -36,7 +36,7 @@ from stepscope.traces.attribution import TraceError
 SETTLING_S = 0.4  # time until the clock of a power-limited step has settled
 TIMED_S = 2.0  # duration of the timed steps
 PROFILED_S = 1.0  # duration of the profiled steps, if they are power-limited
-# Settling time after a pause: the clock of a power-limited step then first rises and overshoots.
+# Settling time after a pause, because the clock of a power-limited step then first rises and overshoots.
 SETTLING_AFTER_PAUSE_S = 1.0
 MAX_STEPS = 2000
 MAX_RECOMPILES = 256  # maximum number of times that one function may be compiled, for different shapes
@@ -280,7 +280,7 @@ class Loop:
             row["enqueue_ms"] = enqueue_ms
             if step_ms < LONG_MS:
                 steps = max(steps, MIN_STEPS, steps_in(TIMED_S, step_ms))
-                # Of launch-bound steps, only the fastest of many steps is reproducible.
+                # For launch-bound steps, only the fastest of many is reproducible.
                 if measure.looks_launch_bound(enqueue_ms, wall_ms):
                     launch_bound_steps = min(LAUNCH_BOUND_STEPS, steps_in(LAUNCH_BOUND_STEPS_S, step_ms))
                     steps = max(steps, launch_bound_steps)

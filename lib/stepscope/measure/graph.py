@@ -40,8 +40,8 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
         with torch.cuda.graph(graph, stream=side_stream):
             output = step()
     except BaseException:
-        # A failed capture leaves its stream current and the random generator in capture mode. A later compilation
-        # by torch.compile would then fail with "Offset increment outside graph capture".
+        # A failed capture leaves its own stream current, and the random generator in capture mode. Compiling a
+        # module would then fail with "Offset increment outside graph capture".
         torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(state)
         raise

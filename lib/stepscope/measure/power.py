@@ -22,8 +22,8 @@ from stepscope.measure.timing import noop, run_for
 from stepscope.stats import POWER_CAP
 
 POLL_S = 0.02
-# If the steps take at least this long in total, readings between them are enough to compute power: the times of
-# the counter's first and last change are known to a tenth of a second.
+# If the steps take at least this long in total, readings between them are enough to compute power, because the
+# counter's first and last updates are known to within a tenth of a second.
 MIN_COUNTED_S = 2.0
 SUSTAINED_S = 2.0  # if the timed steps are too short, more steps run for this long
 

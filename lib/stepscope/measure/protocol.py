@@ -52,9 +52,8 @@ WARMUPS, WARMUPS_IF_LONG = 2, 1  # for all cases except the first, which starts 
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 REPLAYS, REPLAYS_IF_LONG = 5, 3
 REPLAYED_MODES = ("forward", "step")
-SETTLING_S = (
-    0.5  # a power-limited step runs this long before it is profiled, so that the limit lowers the clock
-)
+# A power-limited step runs this long before it is profiled, so that the limit lowers the clock.
+SETTLING_S = 0.5
 
 
 @dataclass

@@ -23,7 +23,7 @@ from stepscope.model.training_step import out_of_memory_names
 # Sample sizes on a GPU. If a step is GPU-bound, the median of 30 steps, or of two seconds of steps, is
 # reproducible within 1%. Medians of launch-bound steps are not reproducible, even on an otherwise idle machine;
 # their most stable statistic is the fastest of a hundred steps, or of three seconds of steps. Long steps of a busy
-# GPU look launch-bound as well once the launch queue is full. If steps take over a second, the requested number is
+# GPU also look launch-bound once the launch queue is full. If steps take over a second, the requested number is
 # enough.
 STEPS, STEPS_S = 30, 2.0
 LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S = 100, 3.0

@@ -59,7 +59,7 @@ KINDS = (
     "other",
     "rounding",
 )
-# cuBLAS's workspace per thread that runs matmuls, on compute capability 9.0 (8.125 MiB on older GPUs)
+# cuBLAS's workspace for each thread that runs matmuls, at compute capability 9.0 (8.125 MiB on older GPUs)
 WORKSPACE = 32 * MIB
 
 
@@ -72,9 +72,8 @@ class Formulas:
 
     saved: str  # tensors that a block saves for backward
     weight_cache: str  # autocast's bf16 copies of a block's weights
-    infer: dict[
-        str, str
-    ]  # in a block, if no gradients are needed; excludes the weight cache of earlier blocks
+    # in a block, if no gradients are needed; excludes the weight cache of earlier blocks
+    infer: dict[str, str]
     infer_head: dict[str, str]  # after the last block, if no gradients are needed
     forward: dict[str, str]  # in a block; excludes the saved tensors and weight cache of earlier blocks
     loss: dict[str, str]  # excludes the saved tensors and weight cache of all blocks

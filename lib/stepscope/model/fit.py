@@ -9,7 +9,7 @@ from stepscope.config import EDITIONS, PHASES, SIZES, StepConfig
 from stepscope.model.accounting import GIB, WORKSPACE, at_rest, peak, value
 from stepscope.model.flops import parameter_count
 
-# A peak above this share of the memory is "tight": the allocator reserves more than the peak, which may not fit.
+# A peak above this share of the memory is "tight": the allocator reserves more than the peak, and may run out.
 TIGHT = 0.9
 CONTEXTS = (128, 256, 512, 1024)  # the handout's context lengths
 # Formulas of the fully optimized step (bf16 weights and gradients, fp32 master weights; see optimizations/):
@@ -42,8 +42,8 @@ def baseline_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
 
 
 BF16_FIELDS = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
-# By name: the fields that differ from the fp32 baseline, and the function that computes the bytes. The bf16
-# baseline uses autocast. The fully optimized step has bf16 weights and moments, and fp32 master weights.
+# For each step: the fields that differ from the fp32 baseline, and a function that computes the peak in bytes. The
+# bf16 baseline uses autocast. The fully optimized step has bf16 weights and moments, and fp32 master weights.
 STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
     "fp32 baseline (naive attention)": ({}, baseline_bytes),
     "bf16 baseline (SDPA, fused AdamW)": (BF16_FIELDS, baseline_bytes),

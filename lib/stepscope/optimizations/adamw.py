@@ -224,7 +224,7 @@ if HAS_TRITON:
             exact,
         )
         most = tl.max(tl.abs(weight))
-        # the mask skips most atomics, because few tiles have a larger magnitude
+        # the mask skips most atomics, because few tiles exceed the largest magnitude so far
         tl.atomic_max(largest + owner, most, mask=most > tl.load(largest + owner))
         scale = tl.load(scales + owner)
         eight = (low + offset).to(tl.pointer_type(tl.float8e4nv))
@@ -232,7 +232,7 @@ if HAS_TRITON:
         count = tl.load(counts + owner).to(tl.int32)
         height = tl.multiple_of(count // width, 64)
         across = along[:, None] * height + down[None, :]
-        # The scale is a power of two, so the product equals the quotient above. We convert the numbers a second
-        # time, because the assembler of CUDA before 13 mixes up bytes that two stores share (Triton issue 11111).
+        # The scale is a power of two, so the product equals the quotient above. We convert the numbers to FP8
+        # again, because CUDA's assembler before 13 mixes up bytes that two stores share (Triton issue 11111).
         turned = tl.trans(weight * (1 / scale))
         tl.store(eight + tl.multiple_of(count, 64) + across, turned.to(tl.float8e4nv))

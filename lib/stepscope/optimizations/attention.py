@@ -15,7 +15,7 @@ from stepscope.config import RunConfig
 from stepscope.measure import storage_bytes
 from stepscope.model.training_step import AUTOCAST_DTYPES
 
-MAX_SCORES = 2**28  # number of scores that exist at once (2 GiB in float64); for more, we split the queries
+MAX_SCORES = 2**28  # scores in memory at once (2 GiB in float64); for more, the queries are split
 
 
 class Inputs:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 MIN_CHUNK = 1024  # in tokens
-MAX_CHUNKS = (
-    8  # few, because each chunk is compiled separately, and larger matmuls run closer to the peak rate
-)
+# Few, because each chunk is compiled separately, and larger matmuls run closer to the peak rate.
+MAX_CHUNKS = 8
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

@@ -110,7 +110,7 @@ def naive(model: nn.Module, batch: Batch) -> Distributed:
 
 
 def flat(model: nn.Module, batch: Batch) -> Distributed:
-    """Copy all gradients into one buffer after backward, and average it in one all-reduce."""
+    """Copy all gradients into one buffer after backward, and average them with one all-reduce."""
     parameters = list(model.parameters())
 
     def average_gradients() -> None:
@@ -243,7 +243,7 @@ def fsdp(
     number_outside = sum(parameter.numel() for parameter in outside)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # with None the root's weights stay gathered until backward
+    # with None, the root's weights stay gathered until backward
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
     if separate_group:
         reduce_scatter = ReduceScatter(dist.new_group())
@@ -315,7 +315,7 @@ def communication_only(messages: list[Message], device: torch.device) -> Callabl
     """Return a step that only communicates, as a control.
 
     Args:
-        messages: the collectives, as another strategy's `messages` returns them.
+        messages: the collectives to run, as returned by another strategy's `messages`.
     """
     world_size = dist.get_world_size()
     largest = max(message.bytes for message in messages)
@@ -323,7 +323,7 @@ def communication_only(messages: list[Message], device: torch.device) -> Callabl
     shard = torch.zeros(-(-largest // world_size) + 8, dtype=torch.uint8, device=device)
 
     def start(message: Message) -> dist.Work:
-        elements = message.elements // world_size  # of a shard
+        elements = message.elements // world_size  # elements of a shard
         tensor = whole[: message.bytes].view(message.dtype)
         part = shard[: elements * message.dtype.itemsize].view(message.dtype)
         tensor_of_shards = tensor[: elements * world_size]
@@ -407,7 +407,7 @@ def main(arguments: list[str] | None = None) -> None:
         batch = Batch(*torch.randint(options.vocabulary, (2, options.batch, options.context)))
     compile_blocks(model)
     step = STRATEGIES[options.strategy](model, batch).step
-    for _ in range(12):  # the first steps compile, and DDP arranges its buckets
+    for _ in range(12):  # warm up: the first steps compile, and DDP rebuilds its buckets
         step()
     dist.barrier()
     start = default_timer()

@@ -70,7 +70,7 @@ from torch import Tensor, nn
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = torch.finfo(FP8).max
-MIN_CAPABILITY = (9, 0)  # the minimum for matmuls that apply row-wise scales
+MIN_CAPABILITY = (9, 0)  # the minimum for matmuls with row-wise scales
 
 
 def has_fp8(device: str) -> bool:
@@ -122,7 +122,7 @@ def matmul(
         fast: accumulate in the tensor cores' reduced precision.
     """
     a8, a_scale = quantize_rows(a)
-    scale = a_scale * b_scale  # the kernel wants one scale per row of each factor, so b's row scales are 1
+    scale = a_scale * b_scale  # the kernel needs a scale per row of each operand; those of b are 1
     if a.device.type == "cpu":
         return ((a8.float() @ b8.float().t()) * scale).to(a.dtype)
     return torch._scaled_mm(
@@ -186,4 +186,4 @@ def use_fp8(blocks: nn.Module) -> None:
             ones = torch.ones(1, longest, device=device)
             module.register_buffer("weight_scale", scale, persistent=False)
             module.register_buffer("ones", ones, persistent=False)
-            module.weight.fp8_scale = module.weight_scale  # the optimizer finds and writes the scale here
+            module.weight.fp8_scale = module.weight_scale  # where the optimizer finds and updates the scale

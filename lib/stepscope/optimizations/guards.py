@@ -1,4 +1,4 @@
-"""Check MasterAdamW's arguments: parameters must be able to share one buffer, and options must be supported.
+"""Check MasterAdamW's arguments: parameters must fit into the buffers, and options must be supported.
 
 A failed check raises a ValueError. Without the checks, training would continue with wrong results, because an
 option would be ignored, or because another library shards or averages the parameters.
@@ -103,3 +103,19 @@ def check_parameters(named: Mapping[str, Tensor]) -> None:
             f"create MasterAdamW before you wrap the model in {DDP}, because {DDP} fixes the weights' dtypes"
         )
     raise ValueError(f"MasterAdamW works on one GPU or under {DDP}, but {kinds[0]} shards its parameters")
+
+
+def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
+    """Return whether a tensor has these strides, except in dimensions of size 1, whose strides don't matter."""
+    if x.stride() == strides:
+        return True
+    return all(size == 1 or own == other for size, own, other in zip(x.shape, x.stride(), strides))
+
+
+def recurrent_weights(modules: Iterable[nn.Module]) -> set[Tensor]:
+    """Return the parameters of recurrent layers, which stay fp32.
+
+    cuDNN needs all weights of such a layer in one dtype, and biases stay fp32.
+    """
+    layers = [module for module in modules if isinstance(module, nn.RNNBase)]
+    return {parameter for layer in layers for parameter in layer.parameters()}

@@ -15,7 +15,7 @@ casts each of them to bf16 (torch's autocast weight cache keeps the copy until t
 pass casts each gradient to fp32. With MasterAdamW, the model's matrices and their gradients *are* bf16. One kernel
 reads the gradients, updates the fp32 masters and the moments, and writes the bf16 weights, so a step has no casts.
 Vectors (norm weights and biases) stay fp32, and are their own masters. Weights with more than two dimensions
-(convolutions, experts) become bf16 like matrices.
+(convolutions, experts) become bf16 like matrices. The weights of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` stay fp32.
 
 **The formula** (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2), for gradient g at step t:
 
@@ -62,7 +62,7 @@ from stepscope.optimizations import adamw, fp8, guards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of a parameter's state
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
-# The scalars for parameters without a gradient, which make a step change nothing. In the kernel's order: kept,
+# The scalars for a parameter without a gradient, with which a step changes nothing. In the kernel's order: kept,
 # rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps.
 UNCHANGED = (1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
 
@@ -96,13 +96,6 @@ def _has_shape(state: dict[str, Any], key: str, shape: torch.Size) -> bool:
     return key in state and state[key].shape == shape
 
 
-def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor has these strides, except in dimensions of size 1, whose strides don't matter."""
-    if x.stride() == strides:
-        return True
-    return all(size == 1 or own == other for size, own, other in zip(x.shape, x.stride(), strides))
-
-
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights for a model whose matrices become bf16. One kernel updates all parameters.
 
@@ -119,8 +112,9 @@ class MasterAdamW(torch.optim.Optimizer):
 
     Args:
         params: a model on its device, or anything that torch's optimizers accept: parameters, named parameters,
-            or groups. Parameters with two or more dimensions become bf16; those that don't require a gradient
-            are not changed. Create the optimizer before DistributedDataParallel wraps the model.
+            or groups. Parameters with two or more dimensions become bf16, except for those of a model's recurrent
+            layers; those that don't require a gradient are not changed. Create the optimizer before
+            DistributedDataParallel wraps the model.
         lr: the learning rate. Each group's ``"lr"`` is a tensor, (), on the parameters' device; write it in
             place, as torch's schedulers do. If you assign a number instead, only eager steps use it. If you
             pass a tensor, the groups keep it, and you can write to it.
@@ -150,7 +144,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.frozen: list[Tensor] = []  # parameters that didn't require a gradient
         modules: Iterable[nn.Module] = ()
         if isinstance(params, nn.Module):
-            modules = params.modules()
+            modules = [*params.modules()]
             params = params.named_parameters()
         defaults = {
             "lr": lr,
@@ -175,7 +169,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.device = self.parameters[0].device
         guards.check_parameters(self.named)
         self._make_scalars()
-        self._make_buffers()
+        self._make_buffers(guards.recurrent_weights(modules))
         self.reset()
         if self.device.type == "cuda":
             self._make_tables()
@@ -183,7 +177,7 @@ class MasterAdamW(torch.optim.Optimizer):
         for module in modules:
             module.register_load_state_dict_post_hook(TakeWeights(self))
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, kept_in_fp32: set[Tensor]) -> None:
         """Create the flat buffers. The parameters, and the moments in ``state``, become views of them."""
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
@@ -205,7 +199,8 @@ class MasterAdamW(torch.optim.Optimizer):
         self.scales, self.largest = torch.ones(2, num_parameters, device=device, dtype=torch.float32)
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter)
-            buffer = self.low if parameter.dim() > 1 else self.master
+            becomes_bf16 = parameter.dim() > 1 and parameter not in kept_in_fp32
+            buffer = self.low if becomes_bf16 else self.master
             new_storage = torch.from_dlpack(self._flat(buffer, index))  # over the same memory
             parameter.data = new_storage.as_strided(parameter.shape, self.strides[index])
             state = {
@@ -239,7 +234,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.decays, *betas = torch.zeros(3, num_parameters, device=device, dtype=torch.float64)
         self.betas = torch.stack(betas)
         self.scalars = torch.zeros(num_parameters, adamw.COLUMNS, device=device, dtype=torch.float32)
-        self.fixed: list[Any] = []  # the groups' other options, as last read
+        self.fixed: list[Any] = []  # the other options of each group, as last read
         for rate, group in zip(self.rates.unbind(), self.param_groups):
             lr = group["lr"]
             if not isinstance(lr, Tensor):
@@ -531,7 +526,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_rates(capturing)
         table = None
         if on_gpu:
-            for index in missing:  # these zeros must live until the launch
+            for index in missing:  # these zeros must stay alive until the launch
                 gradients[index] = torch.zeros_like(self.parameters[index])
             table = self._table(gradients, capturing)
         self.count.add_(1)
@@ -642,14 +637,14 @@ class MasterAdamW(torch.optim.Optimizer):
         """Return the table of gradient addresses; raise a RuntimeError if the kernel can't read a gradient."""
         addresses = [gradient.data_ptr() for gradient in gradients]
         for name, gradient, strides, address in zip(self.named, gradients, self.strides, addresses):
-            if not has_strides(gradient, strides) or address % 16:
+            if not guards.has_strides(gradient, strides) or address % 16:
                 raise RuntimeError(
                     f"{name}: the optimizer's kernel requires a gradient in the weight's memory format, at an"
                     " address that is a multiple of 16 bytes"
                 )
         if capturing:
-            # The graph gets its own table and kernels that fill it with addresses from their arguments. A copy
-            # from the host would read host memory in every replay, so that memory would have to stay unchanged.
+            # The graph gets its own table, and kernels that fill it with addresses from their arguments. A copy
+            # from the host would read host memory in each replay, so this memory would have to stay unchanged.
             table = torch.full_like(self.table, 0)
             torch._foreach_add_(table.unbind(), addresses)
             return table

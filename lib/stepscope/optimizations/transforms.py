@@ -167,7 +167,7 @@ class TrainedSubject(Subject):
         self.reset()
         with self.autocasting():
             loss = self.loss(self.model, *self.batch)
-        loss.backward()  # outside of autocast, because backward uses the types that forward chose
+        loss.backward()  # outside autocast, because backward uses the dtypes that forward chose
         return loss.detach()
 
     def eager_step(self) -> Tensor:

@@ -357,7 +357,8 @@ class Document:
     def _figure(
         self, kind: str, title: str, *frames: pd.DataFrame, name: str = "", folder: str = "figures"
     ) -> str:
-        self.figures[name or kind] = self._drawings[kind](title, *frames)
+        drawn_title = title.replace("\\_", "_")  # the title is markdown, in which a field's name is escaped
+        self.figures[name or kind] = self._drawings[kind](drawn_title, *frames)
         return f"![{title}]({folder}/{name or kind}.svg)"
 
     def _at(self, name: str, line: int, why: str) -> str:

@@ -27,7 +27,7 @@ from stepscope.runs.store import Store, runs_folder
 from stepscope.stats import POWER_CAP
 
 MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # limits of one table, in memory
-QUIET_S = 2.0  # reading that takes longer is announced
+QUIET_S = 2.0  # if checking the files takes longer, we print that runs are being read
 SOFTWARE = ("torch", "cuda", "driver")
 # Columns that contain times, and columns that identify a case; a run measures all rows of a case together.
 TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")

@@ -68,7 +68,7 @@ COMPARED = {
     "strategies": [],
     "strategy_ranks": [],
 }
-# A machine's peak rates, each from the fastest run: view, column, words and unit.
+# A machine's peak rates, each taken from the fastest run: view, column, printed words, and unit.
 RATES = (
     ("peak_rates", "matmul_tflops", "large fp32 matmul", "TFLOP/s"),
     ("rates", "bf16_tflops", "large bf16 matmul", "TFLOP/s"),

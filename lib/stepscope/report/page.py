@@ -155,7 +155,7 @@ class _Writer:
             if token.type == "heading_open":
                 words = anchor_of(tokens[place + 1].content)
                 token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
-            if align := token.attrGet("style"):  # the policy blocks inline styles
+            if align := token.attrGet("style"):  # the content security policy blocks inline styles
                 token.attrs = {"class": "right" if "right" in str(align) else "left"}
             if token.children:
                 token.children = [self._inline(child, folder) for child in token.children]
@@ -170,7 +170,7 @@ class _Writer:
         if token.type == "link_open":
             token.attrs = {"href": self._href(str(token.attrGet("href") or ""), folder)}
         elif token.type == "image":
-            name = re.fullmatch(r"(?:\.\./)?figures/(\w+)\.svg", str(token.attrGet("src")))
+            name = re.fullmatch(r"(?:\.\./)?figures/([\w-]+)\.svg", str(token.attrGet("src")))
             drawn = self.figures.get(name[1], "") if name else ""
             points = [re.search(rf'<svg[^>]* {side}="([\d.]+)pt"', drawn) for side in ("width", "height")]
             width, height = (round(float(match[1]) * 4 / 3) if match else 0 for match in points)

@@ -44,9 +44,8 @@ UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
 }
 MIN_PERCENT = 0.001  # smaller nonzero percentages are printed as "under 0.001"
 IN_CELLS = ("x", "%")  # units printed in each cell, not in the heading
-SUFFIXES = {"us": "µs"} | {
-    unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")
-}  # units in column names
+# Units by the suffix of a column's name.
+SUFFIXES = {"us": "µs"} | {unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")}
 # Units of columns in runs' tables whose names don't contain the unit: shares, and counts that may be missing.
 UNSAID = dict.fromkeys(
     ("busy", "share", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"), "%"

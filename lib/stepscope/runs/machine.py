@@ -16,7 +16,7 @@ from typing import Any
 import stepscope
 
 # Sources that can change a measured number: the packages that measure, and their dependencies. Sweeps and reports
-# can't change a number, except for the script in the report, because the ladder measures that script.
+# can't change a number, except for the script that the writeup quotes, because the ladder measures that script.
 MEASURING = (
     "config.py",
     "stats.py",

@@ -22,6 +22,7 @@ from stepscope.runs.run import notebook_of
 from stepscope.runs.source import source_by_hand
 from stepscope.runs.store import Store, runs_folder
 
+# Columns that identify a row.
 WHICH = (
     "precision",
     "mode",
@@ -32,7 +33,7 @@ WHICH = (
     "phase",
     "blocks",
     "checkpoint_policy",
-)  # columns that identify a row
+)
 # Up to these sizes, a CPU operator takes less time than synchronizing its threads. If the cores are busy, waiting
 # for the other threads takes 35 times as long as running the operator on one thread.
 ONE_THREAD = {"d_model": SIZES["nano"].d_model, "context_length": 256}

@@ -33,7 +33,7 @@ RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
 # A run appends its machine, its saved tables, its finding and its status to this file, one JSON object per line.
 # The file is deleted once its content is in the record.
 OUTCOME = "outcome.jsonl"
-LOG = "kernel.log"  # output of a failed run's processes, which includes crashes below Python
+LOG = "kernel.log"  # output of a failed run's processes, which includes crashes in native code
 MAX_RECORD_BYTES = 2**24
 
 

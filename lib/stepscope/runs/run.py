@@ -37,7 +37,7 @@ from stepscope.runs.source import code_cells, notebook_source
 # without images.
 MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
 IMAGES = "STEPSCOPE_IMAGES"
-PATIENCE_S = 600  # generous, because a live kernel answers slowly on a busy machine
+PATIENCE_S = 600  # generous, because a kernel may answer slowly on a busy machine
 TEMPORARY = "tmp"  # a subfolder of the run's folder; the subfolder is deleted when the run ends
 PRINTED = f"{TEMPORARY}/printed.txt"  # what the notebook has printed so far
 # Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set

@@ -50,9 +50,10 @@ from stepscope.config import PHASE_NAMES
 STEP = "step"
 OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
 KINDS = ("kernel", "memcpy", "memset")
-PROCESS = ~0xFFFFFF  # mask: a thread's key has the thread in the lowest 24 bits, and the process above them
+# A mask for the process in a thread's key, whose lowest 24 bits are the thread.
+PROCESS = ~0xFFFFFF
 NEVER = np.iinfo(np.int64).max
-LATEST = 2**62  # ns; differences of smaller times fit into 64 bits
+LATEST = 2**62  # ns; differences between earlier times fit into 64 bits
 CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
 SHORT_NS = 5_000  # shorter host events don't explain idle gaps
 
@@ -300,7 +301,7 @@ def enclosing(
     if not n:
         none = np.full(len(points), -1)
         return none, np.zeros(0, int), np.zeros(0, int)
-    # Place all keys on one axis, one after another. Between two keys, no interval is open.
+    # Place all keys one after another on a single time axis, so that no interval spans two keys.
     _, codes = np.unique(np.concatenate([keys, point_keys]), return_inverse=True)
     end = np.maximum(end, start + 1)  # so that empty intervals also open before they close
     first = min(start.min(), points.min(initial=NEVER))

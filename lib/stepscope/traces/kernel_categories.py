@@ -124,13 +124,13 @@ RULES = [
         r"|state passing|fused params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance"
         r"|\b[cp]dist\b|quantile|\basum\b|\bnrm2\b",
     ),
-    # conversions to fewer bits with a scale, and back
+    # quantization with a scale, and dequantization
     (
         "quantization",
         r"quant(?!ile)|delayed scal|scaling recipe|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]"
         r"|fp8 (cast|scale)|k?hadamard",
     ),
-    # the same numbers in another layout or type: contiguous, cat, to(dtype)
+    # the same numbers in another layout or dtype: contiguous, cat, to(dtype)
     (
         "copy and cast",
         r"copy|\bcat\b|cat array|concat|\bcast|transpos|transform ?(4d|0213|row)|swap ?dim|permut(e|ation)"
@@ -157,20 +157,17 @@ FOREACH_COPY = re.compile(r"\bCopy(Functor)?\b")  # copies of lists of tensors, 
 # The function can belong to one of these categories, but it can't be, for example, a reduction.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
 NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # categories matched against the complete name
-PREPARATION = {
-    "embedding and indexing",
-    OTHER,
-}  # a kernel of these categories may only prepare another kernel
+PREPARATION = {"embedding and indexing", OTHER}  # kernels in these may merely prepare another kernel
 TEMPLATE_FAMILIES = {"fused attention", "convolution", MATMUL}  # TorchInductor has templates for these
-# If no part of a name decides, the library does. These are patterns for the words of its path.
+# If no part of a name matches a rule, the library decides. These are patterns for the words of its path.
 LIBRARIES = [
     (MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b|^cute\b|deep ?gemm"),
     ("embedding and indexing", r"\b(cub|hipcub|rocprim|thrust|fbgemm gpu|moe)\b"),
     ("communication", r"\bc10d\b"),
     ("elementwise", r"^aten$"),
 ]
-# Libraries with one purpose. Their kernels that only prepare others, such as offset tables, count toward this
-# purpose.
+# Libraries with a single purpose. Their kernels that only prepare other kernels, for example by computing offset
+# tables, count toward this purpose.
 SINGLE_PURPOSE_LIBRARIES = [("convolution", r"^cask cudnn")]
 _LIBRARIES = [(family, re.compile(pattern)) for family, pattern in LIBRARIES]
 _SINGLE_PURPOSE = [(family, re.compile(pattern)) for family, pattern in SINGLE_PURPOSE_LIBRARIES]

@@ -89,7 +89,8 @@ def _split_mangled(name: str) -> Parts:
                 parts.append(name[begin:index])
         else:
             constant = _CONSTANT.match(name, index) if parts is template else None
-            index = constant.end() if constant else index + 1  # a constant's digits are not a length
+            # a constant's digits are not the length of a name
+            index = constant.end() if constant else index + 1
             parts = template
     path = [part for part in path if part not in ("at", "native", "c10")] or [name]
     *scopes, function = path

@@ -131,7 +131,8 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
     text_types = {heading: str for heading in headings if column_name(heading) in TEXT_COLUMNS}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # a line has more values than headings
+            # pandas warns if a line has more values than there are headings
+            warnings.simplefilter("error", pd.errors.ParserWarning)
             table = pd.read_csv(
                 StringIO("\n".join(lines[first:end])),
                 dtype=text_types,

@@ -27,10 +27,10 @@ SQUARES = ("attention.scores", "attention.value")
 # AdamW's FLOPs per parameter, counting a square root or a division as one: 3 for the first moment, 4 for the
 # second moment, and 7 for the weight.
 ADAMW_FLOPS = 14
-# Numbers that are read or written between matmuls, per token and layer, as multiples of d_model and d_ff. Forward:
-# 4 for each of the two pairs of residual and norm, 4 for RoPE, 3 for SwiGLU. Backward: 6 and 5 for the two pairs
-# (which add three and two gradients), 4 for RoPE, 5 for SwiGLU. STREAMED_FLOPS counts the operations on these
-# numbers; an exponential or a division counts as one.
+# The count of numbers that are read or written between matmuls, per token and layer, as multiples of d_model and
+# d_ff. Forward: 4 for each of the two pairs of residual and norm, 4 for RoPE, 3 for SwiGLU. Backward: 6 and 5 for
+# the two pairs (which add three and two gradients), 4 for RoPE, 5 for SwiGLU. STREAMED_FLOPS counts the FLOPs on
+# these numbers; an exponential or a division counts as one FLOP.
 STREAMED = (27, 8)
 STREAMED_FLOPS = (45, 16)
 # The same counts per element of naive attention's T x T matrices, for scale, mask and softmax: 2 numbers in

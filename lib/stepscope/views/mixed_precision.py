@@ -25,7 +25,7 @@ PARTS = {
 }
 # fp16's range: smaller values round to zero, and larger ones round to infinity.
 FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
-NORM_FEATURES = 1024  # number of LayerNorm's inputs
+NORM_FEATURES = 1024  # LayerNorm's number of features
 FINAL = 4  # the final part of a training run is its last quarter
 
 

@@ -5,6 +5,7 @@ import math
 import pandas as pd
 
 from stepscope.report.tables import quartiles
+from stepscope.stats import launch_bound_rows
 from stepscope.studies.your_model.tables import CONFIG, SCHEMAS
 from stepscope.views import Views, view
 from stepscope.views.ladder import NAMES
@@ -17,14 +18,20 @@ DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 
 @view(
     key=[*CONFIG, "optimization"],
-    columns=[*[*SCHEMAS["steps"].columns][1:], "name", "quartiles", *DRAWN],
+    columns=[*[*SCHEMAS["steps"].columns][1:], "name", "quartiles", "best_ms", *DRAWN],
     studies=["your_model"],
 )
 def model_steps(data: Views) -> pd.DataFrame:
-    """Return one row per optimization of a user's model, in the order in which they were measured."""
+    """Return one row per optimization of a user's model, in the order in which they were measured.
+
+    ``best_ms`` is the fastest step's wall time if the step is launch-bound, because ``speedup`` then compares it.
+    """
     steps = data.table("your_model.steps")
     return steps.assign(
-        name=steps["optimization"].map(NAMES | OTHER_NAMES), quartiles=quartiles(steps), **DRAWN
+        name=steps["optimization"].map(NAMES | OTHER_NAMES),
+        quartiles=quartiles(steps),
+        best_ms=steps["wall_min_ms"].where(launch_bound_rows(steps) & steps["enqueue_ms"].notna()),
+        **DRAWN,
     )
 
 

@@ -19,7 +19,7 @@ MATH_HIDDEN_IN_16_BIT = 11  # math also keeps q, k and v in fp32
 PADDED = {"flash": 32, "efficient": 64, "cudnn": 1}
 # FlexAttention's mask has four int32 indices for each block of 128 x 128 pairs of positions.
 PAIRS_PER_FLEX_MASK_BYTE = 1024
-# Bytes per pair of positions that creating FlexAttention's mask takes: a bool, and sums in int64.
+# Bytes that creating FlexAttention's mask takes per pair of positions: a bool, and sums in int64.
 MAKING_MASK = 10
 
 

@@ -24,7 +24,7 @@ import torch
 
 from stepscope.config import StepConfig
 from stepscope.measure.power import PowerMonitor
-from stepscope.measure.rates import MATRIX_SIZE, median_ms
+from stepscope.measure.rates import MATRIX_SIZE, fastest_ms
 from stepscope.measure.timing import back_to_back
 from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import forward_flops, parameter_count
@@ -74,7 +74,7 @@ def fp8_ceiling(device: str) -> dict[str, float]:
         )
 
     flops = 2 * size**3
-    return {"matmul_fp8": flops / median_ms(device, multiply) / 1e9}
+    return {"matmul_fp8": flops / fastest_ms(device, multiply) / 1e9}
 
 
 def lower_bound(

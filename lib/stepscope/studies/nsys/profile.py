@@ -48,8 +48,8 @@ IMPORTS = "import torch\n\nfrom stepscope.model.ranges import nvtx_range\n\n\n"
 # nsys reports that contain sums, and the kinds of operations that each report sums.
 NSYS_SUMS = {"cuda_gpu_kern_sum": ["kernel"], "cuda_gpu_mem_time_sum": ["memcpy", "memset"]}
 REPORTS = (*NSYS_SUMS, "cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_kern_sum")
-# Names for operations outside all regions, by phase. In backward, autograd adds the gradients of a tensor that is
-# used twice.
+# Names for operations outside all regions, by phase. In backward, autograd itself runs such operations, to add up
+# the gradients of a tensor that is used more than once.
 DEFAULT_REGIONS = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
 OPERATION = ["mode", "phase", "region", "kernel_category", "name"]
 OPERATIONS = [*OPERATION, "count", "total_ns"]

@@ -62,9 +62,8 @@ class Config(RunConfig):
     context_length: Literal[0] = 0
     batch_size: Literal[1] = 1
     precision: Literal["fp32"] = "fp32"
-    model: Annotated[
-        str, Field(pattern=f"^{WORD}:{WORD}$", max_length=100)
-    ]  # the file's name and the function
+    # The file's name and the function's name.
+    model: Annotated[str, Field(pattern=f"^{WORD}:{WORD}$", max_length=100)]
     source: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]  # a digest of the file's text
     # Keyword arguments of the function, such as "batch=8 length=128".
     arguments: Annotated[str, Field(pattern=f"^(?:{ARGUMENT}(?: {ARGUMENT})*)?$", max_length=300)] = ""

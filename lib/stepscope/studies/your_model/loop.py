@@ -200,8 +200,9 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
     saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
     if is_faster or saves_gpu_time or math.isnan(speedup):
         return ""
-    faster = f"no faster: {number(speedup, 'x')} the speed of the last kept step"
-    return f"{faster}, and one of the two waits for its launches"
+    if speedup < 1 / (1 + MIN_LAUNCH_BOUND_GAIN):
+        return in_words(speedup)
+    return f"{in_words(speedup)}, which is within the noise of launch-bound steps"
 
 
 def why_dropped(outcome: Outcome, before: Outcome) -> str:
@@ -220,4 +221,9 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
         return (
             "it changes nothing: operations, loss, optimizer and launch are the same as in the last kept step"
         )
-    return f"no faster: {number(speedup, 'x')} the speed of the last kept step"
+    return in_words(speedup)
+
+
+def in_words(speedup: float) -> str:
+    word = "slower" if speedup < 1 / MIN_SPEEDUP else "no faster"
+    return f"{word}: {number(speedup, 'x')} the speed of the last kept step"

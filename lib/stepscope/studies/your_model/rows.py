@@ -20,6 +20,12 @@ from stepscope.studies.your_model.subject import UserSubject, examine, make_subj
 
 FP32 = "fp32"
 COMPILED_CODE = "compiled"  # a subfolder of the job's folder
+PROFILED = (
+    "gpu_ms",
+    "operations",
+    "busy",
+    "in_graph_share",
+)  # the columns of a row that come from its profile
 SMALL = 10**6  # with fewer parameters, CPU threads take longer to synchronize than to compute
 
 
@@ -112,6 +118,8 @@ class RowLoop(Loop):
             self.visit(case, self.time_steps)  # loaded again, because compiling fragments the memory
         self.visit(case, self.profile_steps)
         self.repeat_impossible()
+        if case.row.get("inconsistent"):
+            self.discard_profile(case)
         kernels = self.kernels.get((case.name, 1))
         signature = None
         if kernels is not None and (
@@ -120,6 +128,18 @@ class RowLoop(Loop):
             signature = case.numbers, [*zip(kernels["name"], kernels["count"])]
         sheet_tflops = measure.sheet_tflops(case.precision, self.device)
         return Outcome(case.row | {"sheet_tflops": sheet_tflops}, kernels, signature, self.facts)
+
+    def discard_profile(self, case: Case) -> None:
+        """Keep only the unprofiled measurements of a case whose profile is inconsistent with them.
+
+        A profiler slows down some steps, such as a CUDA graph of a thousand small kernels.
+        """
+        row = case.row
+        row["reason"] = f"not profiled: {row['inconsistent']}"
+        for name in PROFILED:
+            row.pop(name, None)
+        row["inconsistent"] = measure.find_inconsistencies(row)  # for example, an impossible power draw
+        self.kernels.clear()
 
     def visit(self, case: Case, *parts: Any) -> None:
         try:

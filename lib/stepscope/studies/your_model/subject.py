@@ -22,7 +22,7 @@ from stepscope.studies.your_model.source import ModelError, Source, build, is_us
 # Operators that wait for the GPU, because the CPU needs their result or the result's shape.
 SYNCHRONIZING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
-# Of models with twelve layers that each are skipped in one of ten steps, this finds 99 of 100.
+# With so many passes, 99% of models are found in which each of twelve layers is skipped in one of ten steps.
 VARYING_PASSES = 3
 
 
