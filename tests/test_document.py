@@ -57,7 +57,7 @@ def test_rows_match_the_lookup_values(view):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"siz": "small"}, "no column 'siz'; there is size"),
+        ({"siz": "small"}, "no column 'siz'; available columns include size"),
         ({"size": "2.7B"}, "no row has size='2.7B'; the rows selected so far have 'small', 'large'"),
         (
             {"size": "large", "mode": "forward"},
@@ -154,8 +154,11 @@ def test_filters_print_numbers_with_units(rendered, expression, text):
         ("times.wall_ms|ms", "LookupError: got 3 numbers, but expected one"),
         ("(0.5 - 0.6)|percent", "ValueError: got -10%, but a number in a sentence must be at least 0"),
         ('row(times, size="large").busy|percent', "LookupError: the number is missing"),
-        ('row(times, size="large").bussy|percent', "LookupError: no column 'bussy'; there is busy"),
-        ("times.wal_ms|ms", "LookupError: no column 'wal_ms'; there is wall_ms"),
+        (
+            'row(times, size="large").bussy|percent',
+            "LookupError: no column 'bussy'; available columns include busy",
+        ),
+        ("times.wal_ms|ms", "LookupError: no column 'wal_ms'; available columns include wall_ms"),
         ("timez.wall_ms|ms", "UndefinedError: 'timez' is undefined"),
         ("times.wall_ms.max()|ms", "this reduces rows that differ in size, mode to one number"),
         ('times.wall_ms|span("ms")', "this reduces rows that differ in size, mode to one number"),

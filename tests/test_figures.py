@@ -56,12 +56,12 @@ def test_lanes_show_operations_within_the_window(launch_ns, waits):
     drawn = nsys.lanes(forward, "Mine")
     (axes,) = drawn.axes
     assert spans(axes) == {0: host, 1: kernels}
-    assert drawn.message.startswith("Mine: the GPU is busy 25%") and ("waits" in drawn.message) == waits
+    assert drawn.message.startswith("Mine: the GPU is busy for 25%") and ("waits" in drawn.message) == waits
     assert axes.get_xlim() == (0, 1000) and axes.yaxis_inverted()
     legend = {text.get_text() for text in drawn.legends[0].texts}
     assert legend == {"matrix multiply", "elementwise", "all else"}
     cpu = nsys.lanes(forward, on_cpu=True)
-    assert "operators run 25%" in cpu.message and "waits" not in cpu.message
+    assert "operators run for 25%" in cpu.message and "waits" not in cpu.message
 
 
 def memory_rows(mode: str, totals: list[float]) -> pd.DataFrame:

@@ -446,7 +446,7 @@ def test_checkpointing_notebook_rejects_a_configuration_without_checkpoints():
     ("fields", "message"),
     [
         ({"nested_blocks": [4], "blocks_per_checkpoint": [1]}, "nested_blocks"),
-        ({"blocks_per_checkpoint": [9]}, "blocks_per_checkpoint: got 9, but there are 3 blocks"),
+        ({"blocks_per_checkpoint": [9]}, "blocks_per_checkpoint: got 9, but the model has only 3 blocks"),
         ({"modes": []}, "modes"),
     ],
 )

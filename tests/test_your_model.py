@@ -103,13 +103,13 @@ def test_missing_model_is_reported_in_one_sentence(tmp_path, monkeypatch, model,
     [
         ("def build():\n    raise KeyError('gone')", "mine.py:4: build raised KeyError: 'gone'"),
         ("raise OSError('early')\ndef build(): pass", "mine.py:3: build raised OSError: early"),
-        ("def build():\n    return nn.Linear(2, 2)", "build returned 'Linear', but expected (model, batch)"),
-        ("def build():\n    return nn.Linear(2, 2), [1]", "build returned 'Linear, list', but expected"),
+        ("def build():\n    return nn.Linear(2, 2)", "expected build to return (model, batch)"),
+        ("def build():\n    return nn.Linear(2, 2), [1]", "but it returned 'Linear, list'"),
         ("def build(:\n", "invalid syntax (mine.py, line 3)"),
-        ("def build():\n    return nn.ReLU(), {}", "the model has no parameters to train"),
+        ("def build():\n    return nn.ReLU(), {}", "the model has no trainable parameters"),
         (
             "def build():\n    return nn.Linear(2, 2), {'x': torch.zeros(2, device='meta')}",
-            "'x' is on meta, but expected cpu",
+            "'x': got a tensor on meta, but expected cpu",
         ),
         (
             "def build(size):\n    pass",
@@ -338,7 +338,7 @@ def test_transformed_convolutional_network_has_a_loss_close_to_fp32(tmp_path):
     for name in ("fp32", "channels_last", "bf16", "bf16_weights"):
         subject = make_subject(find(f"{MODELS}/convolutional.py:build", tmp_path), {}, "cpu", 0)
         if name == "bf16_weights":
-            assert "without bf16 autocast" in any_model.bf16_weights(subject)
+            assert "need bf16 autocast" in any_model.bf16_weights(subject)
             any_model.bf16(subject)
         if name != "fp32":
             assert getattr(any_model, name)(subject) is None
@@ -474,7 +474,7 @@ def test_isolated_calls_return_results_and_failures_do_not_affect_the_next_call(
     hang = ["sh", "-c", f"echo $PPID $$ > '{tmp_path}/pids'; exec sleep 1000"]
     with pytest.raises(ProcessFailed, match="took longer than 3 s"):
         call_isolated(subprocess.run, 3, hang)
-    with pytest.raises(ProcessFailed, match="ended with exit status 3"):
+    with pytest.raises(ProcessFailed, match="exited with status 3"):
         call_isolated(os._exit, 60, 3)
     with pytest.raises(ProcessFailed, match="its process raised KeyError: 'gone'"):
         call_isolated({}.__getitem__, 60, "gone")
@@ -740,7 +740,7 @@ def test_command_measures_a_network_that_synchronizes_and_names_the_line(store):
     steps = command("router", store, TORCHDYNAMO_DISABLE="1")
     where = "uncompiled, router.py:15 reads a number from the device"
     reason = steps.loc["cuda_graph", "reason"]
-    assert reason.startswith(where) and "CPU has no CUDA graphs" in reason
+    assert reason.startswith(where) and "CUDA graphs are not available on a CPU" in reason
 
 
 @pytest.mark.slow

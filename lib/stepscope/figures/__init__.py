@@ -12,7 +12,7 @@ MODULES = ("ladder", "benchmark", "nsys", "mixed_precision", "memory", "attentio
 
 
 def all_figures() -> dict[str, Callable[..., str]]:
-    """Return all figures by name, as functions (title, *frames) that return an SVG."""
+    """Return a dictionary of all figures, which are functions (title, *frames) that return an SVG."""
     figures = {}
     for module in MODULES:
         members = vars(importlib.import_module(f"stepscope.figures.{module}"))

@@ -43,7 +43,9 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def attention_heatmap(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw one implementation's GPU time for forward and backward by head dimension and context length.
+    """Draw a heatmap of one implementation's GPU time by head dimension and context length.
+
+    The time is that of forward and backward together.
 
     Args:
         rows: rows of the view ``attention``, one per head dimension and context length.

@@ -34,9 +34,9 @@ def phases(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def busy(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw how busy the GPU is against the context length.
+    """Draw the share of wall time during which the GPU is busy against the context length.
 
-    There is one line per size, and GPU-bound points are hollow.
+    There is one line per size. Hollow points mark GPU-bound steps.
 
     Args:
         rows: rows of the view ``times``, one per size and context length.

@@ -7,7 +7,7 @@ from stepscope.studies.distributed.figures import draw_parts, draw_streams
 
 
 def strategy_parts(title: str, strategies: pd.DataFrame) -> Picture:
-    """Draw a bar per strategy with the parts of its profiled step; a tick marks the unprofiled median.
+    """Draw a bar per strategy with the parts of its profiled step; a tick marks the unprofiled steps' median.
 
     Args:
         strategies: rows of the view ``strategies``, for one case.

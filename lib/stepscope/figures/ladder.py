@@ -16,8 +16,8 @@ OFFSET = "offset points"
 def ladder(title: str, rows: pd.DataFrame) -> Picture:
     """Draw each configuration's wall time on a logarithmic axis, with Hugging Face's configurations in orange.
 
-    Dashed lines show two reference times for our fully optimized step: the time that its FLOPs and bytes take at
-    burst rates, and the same time if matmuls run at the sustained rate.
+    Dashed lines show two reference times for our fully optimized step: the time that its FLOPs and its memory
+    traffic take at burst rates, and the same time if matmuls run at the sustained rate.
 
     Args:
         rows: rows of the view ``steps``, for one case, with our configurations in order.
@@ -120,9 +120,9 @@ def ladder_roofline(
     Args:
         points: rows of the view ``roofline``.
         rates: one row of the view ``rates``; the rates of its large matmuls and its copy are the roofs.
-        launched: one row of the view ``steps``. The dashed line is the FLOPs of this step, divided by the time to
-            launch its kernels.
-        launching: rows of the view ``steps`` with ``launch_us``, whose minimum is the time to launch a kernel.
+        launched: one row of the view ``steps``. The dashed line shows this step's FLOPs divided by the time
+            that it takes to launch its kernels.
+        launching: rows of the view ``steps``; the minimum of their ``launch_us`` is the time to launch a kernel.
     """
     rate, step = rates.iloc[0], launched.iloc[0]
     launch_s = launching.launch_us.min() * step.operations / 1e6
@@ -157,7 +157,7 @@ def ladder_roofline(
 
 
 def _roofs(axes: Axes, rate: pd.Series, left: float, right: float) -> None:
-    """Draw the roofs: the rate of a copy, and from the ridge points on, the rates of large matmuls."""
+    """Draw the roofs: the rate of a copy and, to the right of the ridge points, the rates of large matmuls."""
     copy, bf16, fp32 = rate.copy_tb_per_s, rate.bf16_tflops, rate.fp32_tflops
     ridge = bf16 / copy
     axes.plot([left, ridge], [left * copy, bf16], color=INK, linewidth=1)

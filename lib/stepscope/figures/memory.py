@@ -27,7 +27,7 @@ MIN_NAMED_SHARE = 0.08  # minimum share of the height or width; smaller parts ar
 
 @style.look()
 def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> style.Picture:
-    """Draw the requested memory by kind against the allocations and frees of each recorded mode.
+    """Draw the requested memory by kind after each allocation and free, for each recorded mode.
 
     Args:
         timeline: rows of the view ``timeline`` for one configuration, with at least one mode.
@@ -54,13 +54,13 @@ def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> 
 
 
 def _live(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the live memory in GiB at each moment, with one column per kind."""
+    """Return the live memory in GiB after each event, with one column per kind."""
     kinds = [kind for kind in KIND_COLORS if kind in LIVE]
     return rows[[column(kind) for kind in kinds]].set_axis(kinds, axis="columns")
 
 
 def _highest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Thin a timeline to at most :data:`MAX_POINTS` rows by keeping each interval's highest row."""
+    """Reduce a timeline to at most :data:`MAX_POINTS` rows, by keeping the highest row of each interval."""
     total = _live(rows).sum(axis=1)
     stretch = np.arange(len(rows)) // -(-len(rows) // MAX_POINTS)
     return rows.loc[total.groupby(stretch).idxmax()]
@@ -88,7 +88,7 @@ def _stack(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
 
 
 def _name_spike(axis: Axes, place: int, top: np.ndarray, kind: str) -> None:
-    """Write a kind's name next to its highest spike, which is too narrow to contain the label."""
+    """Write a kind's name next to its highest spike, because the spike is too narrow to contain the name."""
     axis.annotate(
         kind,
         (place, top[place]),
@@ -100,7 +100,10 @@ def _name_spike(axis: Axes, place: int, top: np.ndarray, kind: str) -> None:
 
 
 def _mark_phases(axis: Axes, phases: pd.Series) -> None:
-    """Draw a labeled line at the start of each wide phase; the label of a narrow last phase ends at the edge."""
+    """Draw a labeled line at the start of each phase that is wide enough, and of the last phase even if it isn't.
+
+    The label of a narrow last phase ends at the edge of the axes.
+    """
     starts = phases.ne(phases.shift()).to_numpy().nonzero()[0]
     if len(starts) < 2:
         return
@@ -128,7 +131,7 @@ def _mark_peak(axis: Axes, total: pd.Series, text: str) -> None:
 
 @style.look()
 def memory_peak(title: str, sizes: pd.DataFrame, longer: pd.DataFrame) -> style.Picture:
-    """Draw a full step's predicted peaks by kind for several sizes, then for one size at longer contexts.
+    """Draw a full step's predicted peaks by kind, for several sizes, and then for one size at longer contexts.
 
     Args:
         sizes, longer: rows of the view ``predictions``, each drawn as one bar; steps that ran out of memory are

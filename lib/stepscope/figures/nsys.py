@@ -11,7 +11,7 @@ PHASES = {"forward": "forward", "backward": "backward", "optimizer": "AdamW"}
 
 @style.look()
 def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Picture:
-    """Draw a bar for each size and phase of a full step, divided by kernel category, as shares of the step.
+    """Draw a bar for each size and phase, divided into kernel categories, as shares of the full step's GPU time.
 
     Args:
         categories: rows of the view ``profile_categories`` for one mode, one row per size, phase and category.
@@ -37,9 +37,9 @@ def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Pic
 
 @style.look()
 def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
-    """Draw the CPU launches and GPU kernels in one millisecond of forward.
+    """Draw the CPU launches and the GPU kernels in one millisecond of forward.
 
-    The figure also shows the GPU kernels when the forward pass is replayed as a CUDA graph.
+    The figure also shows the GPU kernels of a forward pass that is replayed as a CUDA graph.
 
     Args:
         operations: rows of the view ``launch_timeline`` for one configuration.

@@ -46,10 +46,10 @@ Build = Callable[[int], TrainedSubject]  # builds a subject with the given batch
 
 @dataclass
 class Case:
-    """A subject with some transforms at one batch size, measured for one row.
+    """A subject with some transforms, measured at one batch size; its results fill one row.
 
     Args:
-        needed: transforms that must apply; other transforms are skipped if they don't apply.
+        needed: transforms that must apply. Any other transform is skipped if it doesn't apply.
         left_out: in an ablation, the transform that is left out; None in other cases.
     """
 
@@ -82,7 +82,7 @@ class Case:
 class Loop:
     """Measure cases, and write the results into the cases' rows.
 
-    ``replayed`` is the name of the eager case that is also timed as a CUDA graph; "" for none.
+    ``replayed`` is the name of the eager case that is also timed as a CUDA graph, or "".
     """
 
     replayed = ""
@@ -112,7 +112,7 @@ class Loop:
             self.time_steps(case, subject)
 
     def visit(self, case: Case, *parts: Callable[[Case, TrainedSubject], None]) -> None:
-        """Load a case's weights, run the given parts, and free the weights; on a failure, set the row's reason."""
+        """Load a case's weights, run the given parts, and free the weights; on failure, set the row's reason."""
         if case.row["status"] != "ok":
             return
         failed: dict[Any, tuple[str, str]] = {}
@@ -134,7 +134,7 @@ class Loop:
         measure.synchronizer(self.device)()  # raises if the error made the GPU unusable
 
     def reason_of(self, error: BaseException) -> str:
-        """Return the reason for the row of a case that failed with this error."""
+        """Return the reason to put into the row of a case that failed with this error."""
         return measure.error_text(error)
 
     def run_loaded(
@@ -230,11 +230,11 @@ class Loop:
 
     @contextmanager
     def launched(self, subject: TrainedSubject) -> Iterator[None]:
-        """Make the step, for example a CUDA graph; within the context, the learning rate is negligible.
+        """Make the step, for example a CUDA graph, and keep its learning rate negligible within the context.
 
         Raises:
-            RuntimeError: If the step is a CUDA graph, but its learning rate is a number. Replays would keep using
-                this number even if the learning rate changes.
+            RuntimeError: If the step is a CUDA graph whose learning rate is a number, because replays would keep
+                using this number even after the learning rate changes.
         """
         subject.step = subject.eager_step  # frees the memory of an earlier graph
         with measure.negligible_learning_rate(subject.optimizer):  # capturing a graph starts with a few steps
@@ -251,7 +251,7 @@ class Loop:
             yield
 
     def settle(self, case: Case, subject: TrainedSubject) -> float:
-        """Warm up (on a GPU, until the clock has settled), and return the duration of one step in ms."""
+        """Warm up (on a GPU, until its clock has settled), and return the duration of one step in ms."""
         min_warmups = WARMUPS if is_launched(subject) or case.is_baseline else 1
         warmups = max(self.config.warmup_steps, min_warmups)
         step_ms = measure.back_to_back(subject.step, self.device, warmups)[-1]
@@ -262,7 +262,7 @@ class Loop:
         return step_ms
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Time steps back to back; as in training, the CPU launches steps without waiting for the GPU."""
+        """Time steps back to back: as in training, the CPU launches steps without waiting for the GPU."""
         measure.reset_peak_memory(self.device)
         with self.launched(subject):
             self.time_launched(case, subject)
@@ -292,7 +292,7 @@ class Loop:
             self.replay(case, subject)
 
     def replay(self, case: Case, subject: TrainedSubject) -> None:
-        """Capture an eager step as a CUDA graph and time the graph, to show the cost of the eager launches."""
+        """Capture an eager step as a CUDA graph, and time the graph to show the cost of eager launches."""
         with measure.out_of_memory({}, "graph"):
             graph = measure.graph_of(subject.eager_step, subject.reset, WARMUPS)
             settling_steps = steps_in(SETTLING_S, case.row["wall_ms"])
@@ -374,12 +374,12 @@ def counts(kernels: pd.DataFrame) -> dict[str, int]:
 
 
 def is_launched(subject: TrainedSubject) -> bool:
-    """Return whether ``launch`` made the step; Python then doesn't launch its kernels one by one."""
+    """Return whether ``launch`` made the step, so that Python doesn't launch its kernels one by one."""
     return subject.step != subject.eager_step
 
 
 def steps_in(seconds: float, step_ms: float) -> int:
-    """Return how many steps take ``seconds``, but at most :data:`MAX_STEPS`."""
+    """Return the number of steps that take at least ``seconds``, but at most :data:`MAX_STEPS`."""
     return min(MAX_STEPS, math.ceil(seconds * 1e3 / step_ms))
 
 
@@ -395,7 +395,7 @@ def time_enqueue(step: Step, device: str) -> tuple[float, float]:
 
 
 def time_back_to_back(step: Step, device: str, steps: int) -> dict[str, Any]:
-    """Run steps one after another; return their wall time, and on a GPU their power, energy and clock."""
+    """Run steps back to back; return their wall time and, on a GPU, their power, energy and clock."""
     with measure.PowerMonitor() as monitor:
         wall_times_ms = measure.back_to_back(step, device, steps)
     statistics = location(wall_times_ms)

@@ -21,7 +21,7 @@ def sampled(gradient: Tensor) -> Tensor:
 
 
 def gradients_of(subject: TrainedSubject) -> Gradients:
-    """Return the sampled gradients by parameter."""
+    """Return the sampled gradient of each parameter, by the parameter's name."""
     gradients = {}
     for name, parameter in subject.parameters.items():
         if parameter.grad is not None:
@@ -37,8 +37,8 @@ def relative_errors(
 ) -> dict[str, float]:
     """Return ``loss_error`` and ``gradient_error``, relative to fp32.
 
-    ``gradient_error`` is the norm of the difference between the gradients, divided by the norm of the fp32
-    gradients.
+    ``gradient_error`` is the global norm of the differences between the gradients, divided by the global norm
+    of the fp32 gradients.
 
     Args:
         subject: a subject after its backward pass.
@@ -69,7 +69,7 @@ def gradient_at(
     """Set a subject's weights, run forward and backward, and return the loss and the sampled gradients.
 
     Args:
-        weights: the fp32 weights, by parameter.
+        weights: the fp32 weights, by parameter name.
         text: token ids, (B, T + 1); the targets are the next tokens.
     """
     with torch.no_grad():

@@ -262,7 +262,7 @@ def value(formula: str, config: StepConfig) -> int:
 
 
 def rounding(size: int, number: int) -> int:
-    """Return the bytes that the caching allocator adds to ``number`` tensors of ``size`` bytes.
+    """Return the bytes that the caching allocator's rounding adds to ``number`` tensors of ``size`` bytes.
 
     The tensors are allocated one after another in fresh memory. The rules are those of
     c10/cuda/CUDACachingAllocator.cpp: sizes are rounded up to multiples of 512 bytes. Tensors up to 1 MiB share
@@ -287,7 +287,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def parameter_rounding(config: StepConfig) -> int:
-    """Return the bytes that the allocator adds to one fp32 tensor per parameter, each in fresh memory."""
+    """Return the bytes that the allocator's rounding adds to one fp32 tensor per parameter, in fresh memory."""
     elements = terms(config)
     counts = {"A": 4 * config.num_layers, "M": 3 * config.num_layers, "E": 2, "C": 2 * config.num_layers + 1}
     return sum(rounding(4 * elements[letter], number) for letter, number in counts.items())
@@ -310,7 +310,7 @@ class Instant(NamedTuple):
 
     @property
     def like_parameters(self) -> int:
-        """The bytes in tensors with the parameters' shapes, which the allocator rounds like the parameters."""
+        """The bytes in tensors that have the parameters' shapes, and whose sizes are therefore rounded equally."""
         return self.gradients + (self.temporaries if self.phase == "optimizer" else 0)
 
     @property
@@ -319,7 +319,7 @@ class Instant(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The instant of a step with the most allocated bytes, and all live bytes by :data:`KINDS`."""
+    """The instant of a step at which the most bytes are allocated, and all live bytes by kind (:data:`KINDS`)."""
 
     phase: str
     layer: int | None
@@ -328,12 +328,12 @@ class Peak(NamedTuple):
 
     @property
     def requested(self) -> int:
-        """The bytes that the program requests."""
+        """The bytes that the program requests, without rounding."""
         return sum(self.kinds.values()) - self.kinds["rounding"]
 
     @property
     def allocated(self) -> int:
-        """The bytes that the allocator counts, including rounding."""
+        """The bytes that the allocator reports, including rounding."""
         return sum(self.kinds.values())
 
 
@@ -341,10 +341,10 @@ def formulas_of(config: StepConfig) -> Formulas:
     """Return the formulas for a configuration's attention and precision.
 
     Raises:
-        StepscopeError: If the configuration compiles, and there are no formulas for compiled steps.
+        StepscopeError: If the step is compiled, because there are no formulas for compiled steps.
     """
     if config.compile != "none":
-        raise StepscopeError(f"compile: got {config.compile!r}, but the memory formulas only cover 'none'")
+        raise StepscopeError(f"compile: got {config.compile!r}, but the memory formulas cover only 'none'")
     formulas = FUSED_FORMULAS if config.attention == "sdpa" else FORMULAS
     return formulas["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
@@ -373,11 +373,11 @@ def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> I
 
     Args:
         mode: the part of the step to run; see :data:`stepscope.config.PHASES`.
-        blocks_per_checkpoint: if not 0, forward keeps only the input of every group of this many blocks, and
-            backward runs each group's forward again.
+        blocks_per_checkpoint: if not 0, the blocks form groups of this size; forward keeps only each group's
+            input, and backward runs each group's forward pass again.
 
     Raises:
-        StepscopeError: If the configuration has no formulas.
+        StepscopeError: If there are no formulas for the configuration.
     """
     sizes = _Sizes(config, blocks_per_checkpoint)
     if mode == "forward":
@@ -391,7 +391,7 @@ def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> I
 
 
 def _inference_instants(sizes: _Sizes) -> Iterator[Instant]:
-    """Yield the instants of a forward pass without gradients, which keeps only its weight cache."""
+    """Yield the instants of a forward pass without gradients, which keeps only autocast's weight cache."""
     evaluate = sizes.evaluate
     for layer in range(sizes.layers):
         cached = layer * sizes.weight_cache

@@ -1,4 +1,4 @@
-"""Predict what fits into a GPU's memory from the formulas of accounting.py, without running anything."""
+"""Predict what fits into a GPU's memory, from the formulas in accounting.py, without running anything."""
 
 import functools
 from bisect import bisect_right
@@ -70,10 +70,10 @@ RESERVED = (
 
 
 class Fit(NamedTuple):
-    """The prediction of whether one step fits into a GPU's memory.
+    """A prediction of whether one step fits into a GPU's memory.
 
     ``fits`` is "yes", "no", or "tight" (the peak exceeds :data:`TIGHT` of the memory). Each ``largest_`` field is
-    the largest value that fits while the others stay the same; 0 or "none" if no value fits.
+    the largest value that fits while all others stay the same; it is 0 or "none" if no value fits.
     """
 
     step: str
@@ -85,9 +85,9 @@ class Fit(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One case of the handout's benchmark.
+    """One case of the handout's benchmark, with its predicted fp32 peak and whether this peak fits.
 
-    The case has the fp32 peak of the phases that ``mode`` runs, and whether this peak fits.
+    The peak is that of the phases that ``mode`` runs.
     """
 
     size: str
@@ -98,10 +98,10 @@ class Case(NamedTuple):
 
 
 def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]:
-    """Predict whether a configuration trains within a GPU's memory, with one row per step in :data:`STEPS`.
+    """Predict whether training fits into a GPU's memory, with one result per step in :data:`STEPS`.
 
     Args:
-        config: its size, context length, batch size and vocabulary are used. Each row sets all other fields.
+        config: gives the size, context length, batch size and vocabulary. Each step sets all other fields.
         memory_gib: the GPU's memory in GiB, as torch reports it (or nvidia-smi's MiB divided by 1,024). A data
             sheet gives GB, which is a larger number.
         edition: the year whose size names to use; see :data:`stepscope.config.EDITIONS`.
@@ -123,7 +123,7 @@ def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]
 def largest_sizes(
     config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025
 ) -> dict[str, list[str]]:
-    """Return the handout's largest size that fits, for each of :data:`STEPS` and each context length.
+    """Return the largest of the handout's sizes that fits, for each step in :data:`STEPS` and each context length.
 
     An entry is "none" if not even the smallest size fits. The arguments are the same as those of :func:`grid`.
     """
@@ -142,7 +142,7 @@ def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition
     """Predict the peaks of the handout's benchmark by size (in ascending order), mode and context length.
 
     Args:
-        config: its batch size and vocabulary are used.
+        config: gives the batch size and the vocabulary.
         contexts: context lengths.
         memory_gib, edition: as in :func:`fit`.
     """
@@ -170,7 +170,7 @@ def _fits(needed: float, memory: float) -> str:
 def _largest_fitting(
     field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float
 ) -> int:
-    """Return the largest value of a numeric field whose step fits into the memory; 0 if 1 does not fit."""
+    """Return the largest value of a numeric field with which the step fits into the memory; 0 if 1 doesn't fit."""
 
     def needed(number: int) -> int:
         return bytes_of(config.model_copy(update={field: number}))

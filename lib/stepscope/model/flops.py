@@ -44,9 +44,10 @@ def forward_flops(config: StepConfig) -> dict[str, int]:
 
 
 def phase_flops(config: StepConfig) -> dict[str, int]:
-    """Return the FLOPs by phase.
+    """Return the FLOPs of one step by phase.
 
-    Backward runs two matmuls for each one in forward, one for the gradient of each factor. AdamW runs none.
+    Backward runs two matmuls for each matmul in forward, one for the gradient of each factor. AdamW runs no
+    matmul.
     """
     forward = sum(forward_flops(config).values())
     return {
@@ -64,7 +65,7 @@ def step_flops(config: StepConfig, mode: str = "step") -> int:
 
 
 def formula_mismatch(model: Any, config: StepConfig) -> str:
-    """Return why the formulas don't describe a model; "" if they do.
+    """Return the reason why the formulas don't describe a model; "" if they do.
 
     The formulas of this module and of :mod:`stepscope.model.accounting` assume the parameters of our model. If you
     replace a part, for example SwiGLU with GELU, the parameters change, and the formulas no longer give the

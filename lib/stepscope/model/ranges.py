@@ -19,7 +19,7 @@ _domain = nvtx.get_domain(DOMAIN)
 
 
 class ProfilerRanges:
-    """A replacement for the NVTX domain under torch.profiler: the same calls open the profiler's ranges."""
+    """A replacement for the NVTX domain when torch.profiler runs: the same methods open the profiler's ranges."""
 
     def __init__(self) -> None:
         self.threads = threading.local()
@@ -37,7 +37,7 @@ class ProfilerRanges:
 
 
 def use_ranges(ranges: Any) -> None:
-    """Use ``ranges`` instead of the NVTX domain to open ranges from now on.
+    """Open all further ranges with ``ranges`` instead of the NVTX domain.
 
     Args:
         ranges: an object with the methods of :class:`ProfilerRanges`.
@@ -73,7 +73,7 @@ def _attributes(name: str):
 
 
 class Annotation:
-    """A record of an annotated model's forward pass, from which the backward pass gets the same names.
+    """A record of an annotated model's forward pass, which is used to name the ranges of its backward pass.
 
     Autograd runs backward in its own threads, where no range of the forward pass is open. However, the forward
     pass numbers autograd nodes with a counter, so the counter's values at the start and end of a region identify
@@ -134,7 +134,7 @@ def _wrapped(method: Callable, name: str, annotation: Annotation) -> Callable:
 
 
 def _named_methods(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield each method that has a region's name, as module, attribute and region."""
+    """Yield each method that has a region's name, as a tuple (module, attribute, region)."""
     for module in model.modules():
         for attribute in dir(type(module)):
             name = getattr(getattr(type(module), attribute, None), "region", None)
@@ -144,7 +144,7 @@ def _named_methods(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 
 @contextmanager
 def annotated(model: nn.Module) -> Iterator[Annotation]:
-    """Open an NVTX range around every method of ``model`` that has a region's name, until the block ends.
+    """Within the context, open an NVTX range around every method of ``model`` that has a region's name.
 
     To name a backward pass as well, call the annotation's ``link_backward()`` before it. After a forward pass
     without a backward pass, call the annotation's ``made.clear()``.
@@ -163,13 +163,13 @@ def annotated(model: nn.Module) -> Iterator[Annotation]:
 
 @contextmanager
 def annotated_modules(model: nn.Module, name_of: Callable[[str], str]) -> Iterator[Annotation]:
-    """Open a range around the forward pass of every module of ``model``, until the block ends.
+    """Within the context, open a range around the forward pass of every module of ``model``.
 
     Set the annotation's ``output`` to the loss before you call ``link_backward()``, because a module's output may
     not be a tensor.
 
     Args:
-        name_of: returns the range's name for a module's path.
+        name_of: returns the name of a module's range, given the module's path.
     """
     annotation = Annotation()
     modules = list(model.named_modules())

@@ -1,6 +1,6 @@
-"""Training text that every machine has: the documentation topics in Python's standard library.
+"""Provide a training text that every machine has: the documentation topics in Python's standard library.
 
-The file is ``pydoc_data/topics.py``, about 0.7 MB under the PSF license. Each byte is one token.
+The text is the file ``pydoc_data/topics.py``, about 0.7 MB under the PSF license. Each byte is one token.
 """
 
 import importlib.util
@@ -17,14 +17,14 @@ def text_batches(
     batch_size: int,
     context_length: int,
 ) -> Tensor:
-    """Return token ids below 256, (steps, B, T + 1) int64 on the CPU. Every call returns the same ids.
+    """Return token ids below 256, an int64 tensor (steps, B, T + 1) on the CPU. Every call returns the same ids.
 
     Raises:
         StepscopeError: If this Python has no ``pydoc_data``.
     """
     spec = importlib.util.find_spec("pydoc_data.topics")
     if spec is None or spec.origin is None:
-        raise StepscopeError("this Python has no pydoc_data, which contains the training text")
+        raise StepscopeError("this Python lacks the package pydoc_data, which contains the training text")
     content = bytearray(Path(spec.origin).read_bytes())
     text = torch.frombuffer(content, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
 """One unoptimized training step: forward, loss, backward and torch's AdamW.
 
-This step is run by the process that nsys profiles, by the measurement of the launch rate, and by explore.ipynb.
-Other notebooks define their step in a cell. The ladder's optimizations change another step, that of
-:class:`stepscope.optimizations.transforms.TrainedSubject`. Nothing in this module is timed.
+This step is used by the process that nsys profiles, by the measurement of the launch rate, and by explore.ipynb.
+Other notebooks define their own step in a cell. The ladder's optimizations change a different step, the one of
+:class:`stepscope.optimizations.transforms.TrainedSubject`. No timing code is in this module.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Step:
         return self.config.device
 
     def of(self, mode: str | None = None, precision: str | None = None) -> "Step":
-        """Return a step with the same model, optimizer and batch in another mode or precision."""
+        """Return a step in another mode or precision that shares this step's model, optimizer and batch."""
         mode = mode or self.mode
         precision = precision or self.precision
         scaler = grad_scaler(precision, self.device)
@@ -77,7 +77,7 @@ class Step:
 
 
 def autocast(precision: str, device: str) -> AbstractContextManager:
-    """Return torch's autocast for bf16 and fp16, which casts the inputs of matmuls; otherwise a null context."""
+    """Return torch's autocast context for bf16 and fp16, or a context that does nothing for other precisions."""
     dtype = AUTOCAST_DTYPES.get(precision)
     return torch.autocast(device, dtype=dtype) if dtype else nullcontext()
 
@@ -88,7 +88,7 @@ def grad_scaler(precision: str, device: str) -> torch.amp.GradScaler:
 
 
 def prepare(device: str) -> None:
-    """Create the GPU context and import what AdamW needs, which takes seconds once per process."""
+    """Create the GPU context, and import the modules that AdamW needs; this takes seconds, once per process."""
     from torch import _dynamo  # noqa: F401  imported lazily: only steps with an optimizer need it
 
     torch.zeros(1, device=device)
@@ -100,7 +100,7 @@ def build_step(config: StepConfig, mode: str | None = None) -> Step:
     This resets the GPU's peak memory statistics.
 
     Args:
-        mode: defaults to the configuration's mode, or to "step" if the run has several.
+        mode: defaults to the configuration's mode, or to "step" if the configuration has several modes.
 
     Raises:
         torch.OutOfMemoryError: If the weights alone don't fit.
@@ -137,8 +137,8 @@ def compile_parts(model: TransformerLM, parts: str) -> None:
     """Apply torch.compile to the model in place. Compilation happens in the first call.
 
     Args:
-        parts: "none"; "blocks" (each block, the head and the loss; all blocks share one compilation); or
-            "model" (the complete model, and the loss).
+        parts: "none"; "blocks" (each block, the head and the loss, where all blocks share one compilation); or
+            "model" (the complete model and the loss).
     """
     if parts == "none":
         return
@@ -156,8 +156,8 @@ def release(device: str, after_error: bool = False) -> None:
     """Return cached GPU memory to the driver, so that it doesn't affect the next measurement.
 
     Args:
-        after_error: first run the garbage collector, because an error can leave tensors in reference cycles. The
-            collection takes a third of a second.
+        after_error: run the garbage collector first, because an error can leave tensors in reference cycles. This
+            takes a third of a second.
     """
     if after_error:
         gc.collect()
@@ -167,10 +167,11 @@ def release(device: str, after_error: bool = False) -> None:
 
 @contextmanager
 def out_of_memory_names(doing: str) -> Iterator[None]:
-    """Prefix out-of-memory errors with "while ``doing``".
+    """Prefix out-of-memory errors in the context with "while ``doing``: ".
 
     Raises:
-        torch.OutOfMemoryError: If memory runs out in the block. The CPU allocator's RuntimeError is converted.
+        torch.OutOfMemoryError: If memory runs out within the context. The RuntimeError that PyTorch raises on a
+            CPU is converted, too.
     """
     try:
         yield

@@ -40,7 +40,7 @@ def rope_tables(context_length: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with RoPE, naive (its parts are visible in profiles) or fused ("sdpa")."""
+    """Causal multi-head self-attention with RoPE, either naive (with its parts visible in profiles) or fused."""
 
     def __init__(self, d_model: int, num_heads: int, kind: str):
         super().__init__()
@@ -154,7 +154,7 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Decoder-only language model: token ids (B, T) to logits (B, T, V). Head and embedding are not tied."""
+    """Decoder-only language model, from token ids (B, T) to logits (B, T, V). Head and embedding aren't tied."""
 
     def __init__(self, config: StepConfig):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Code that makes a training step faster. Each file implements one optimization and explains how it works.
+"""Make a training step faster. Each file implements one optimization, and explains how it works.
 
 The package contains AdamW with master weights, FP8 matmuls, chunked cross-entropy, attention in float64 for
 comparisons, and the subject that the ladder's transforms change.

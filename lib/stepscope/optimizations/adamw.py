@@ -41,7 +41,7 @@ def random_bits(index: Tensor, count: Tensor) -> Tensor:
 
     Args:
         index: the index of each element, int64 of any shape.
-        count: the number of the step, ().
+        count: the step's number, ().
     """
     mask = 0xFFFFFFFF
     seed = count * GOLDEN & mask
@@ -76,7 +76,7 @@ def update_(
         gradient: fp32 or bf16, of the same shape.
         scalars: fp32, (8,): 1 - rate * decay, rate / (1 - beta1^t), 1 / sqrt(1 - beta2^t), and the group's beta1,
             1 - beta1, beta2, 1 - beta2 and eps.
-        bits: the :func:`random_bits` with which a bf16 ``v`` is rounded; None if ``v`` is fp32.
+        bits: the result of :func:`random_bits`, used to round a bf16 ``v``; None if ``v`` is fp32.
     """
     gradient = gradient.float()
     kept, rate, correction, beta1, rest1, beta2, rest2, eps = scalars
@@ -102,7 +102,7 @@ if HAS_TRITON:
     def _update(at, master, m, v, gradient, scalars, step, exact: tl.constexpr):
         """Apply :func:`update_` to the elements at the offsets ``at`` in the buffers, and return the new weights.
 
-        ``scalars`` and ``step`` point to the values of the parameter to which the elements belong.
+        ``scalars`` and ``step`` point to the values for the parameter that contains these elements.
         """
         old_m = tl.load(m + at)
         old_v = tl.load(v + at)

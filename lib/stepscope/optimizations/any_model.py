@@ -44,14 +44,14 @@ def capturable_adamw(model: nn.Module, fused: bool = True) -> torch.optim.Optimi
 
 def tf32(subject: TrainedSubject) -> str | None:
     if subject.device != "cuda":
-        return "a CPU has no TF32"
+        return "TF32 is not available on a CPU"
     subject.matmul_precision = "high"
     subject.precision = "tf32"
     return None
 
 
 def channels_last(subject: TrainedSubject) -> str | None:
-    """Store images and convolution weights with the channels last, as tensor cores read them."""
+    """Store images and convolution weights with the channels last, which is the layout that tensor cores read."""
     if not any(isinstance(module, nn.Conv2d) for module in subject.model.modules()):
         return "the model has no 2-D convolution"
     subject.model.to(memory_format=torch.channels_last)
@@ -75,9 +75,9 @@ def fused_adamw(subject: TrainedSubject) -> None:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated blocks, or an empty list.
 
-    The blocks' type is the type of the entries in the longest ``ModuleList`` or ``Sequential`` whose entries all
-    have one type. A network may have several lists of such blocks, for example one per resolution; the blocks of
-    all lists count.
+    The longest ``ModuleList`` or ``Sequential`` whose entries all have the same type determines the blocks'
+    type. A network may have several lists of such blocks, for example one per resolution; the blocks in all
+    lists count.
     """
     lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
@@ -89,8 +89,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def compile_module(module: nn.Module) -> None:
     """Compile a module in place.
 
-    PyTorch doesn't compile functions that its own files define, so ``compile()`` does nothing for a type such as
-    ``nn.Sequential`` or ``nn.TransformerEncoderLayer``. A function around its ``forward`` is compiled instead.
+    PyTorch doesn't compile functions that its own files define, so ``compile()`` does nothing for a type such
+    as ``nn.Sequential`` or ``nn.TransformerEncoderLayer``. Instead, a function that calls its ``forward`` is
+    compiled.
     """
     if not type(module).__module__.startswith("torch.nn."):
         module.compile(dynamic=False)
@@ -121,7 +122,7 @@ def as_graph(subject: TrainedSubject) -> Step:
 @keeps_program
 def cuda_graph(subject: TrainedSubject) -> str | None:
     if subject.device != "cuda":
-        return "a CPU has no CUDA graphs"
+        return "CUDA graphs are not available on a CPU"
     if subject.make_optimizer is default_adamw:
         subject.make_optimizer = partial(capturable_adamw, fused=False)
     subject.launch = as_graph
@@ -135,7 +136,7 @@ def master_adamw(subject: TrainedSubject, moments: torch.dtype) -> None:
 def bf16_weights(subject: TrainedSubject) -> str | None:
     """Store matrices in bf16. Autocast stays on, because norms and vectors are still fp32."""
     if subject.autocast is None:
-        return "without bf16 autocast, bf16 weights would meet fp32 activations"
+        return "bf16 weights need bf16 autocast; without it, they would be multiplied with fp32 activations"
     master_adamw(subject, torch.float32)
     return None
 
@@ -143,7 +144,7 @@ def bf16_weights(subject: TrainedSubject) -> str | None:
 @keeps_program
 def bf16_moments(subject: TrainedSubject) -> str | None:
     if getattr(subject.make_optimizer, "func", None) is not MasterAdamW:
-        return "bf16 moments need MasterAdamW, which comes with bf16 weights"
+        return "bf16 moments need MasterAdamW, the optimizer that bf16 weights use"
     master_adamw(subject, torch.bfloat16)
     subject.moments = "bf16"
     return None

@@ -1,6 +1,6 @@
-"""Attention's inputs, and its result in float64. The implementations are in the attention notebook.
+"""Create attention's inputs, and compute its result in float64. The attention notebook has the implementations.
 
-Shapes in comments: B batch, T context length, d head dimension. There is one head: tensors are (B, 1, T, d).
+Shapes in comments: B batch, T context length, d head dimension. There is one head, so tensors are (B, 1, T, d).
 """
 
 from functools import cached_property
@@ -21,7 +21,7 @@ MAX_SCORES = 2**28  # scores in memory at once (2 GiB in float64); for more, the
 class Inputs:
     """Random queries, keys, values and output gradients for one context length.
 
-    Causal masks are created on first use.
+    The causal masks are created when they are first used.
     """
 
     def __init__(self, config: RunConfig, context_length: int):

@@ -1,4 +1,4 @@
-"""Linear layers with FP8 matmuls: how FP8 training works, in one file.
+"""Linear layers with FP8 matmuls. This file explains how FP8 training works.
 
 **Why.** Tensor cores of compute capability 9.0 multiply 8-bit floats twice as fast as bf16, and read half
 the bytes. The price is precision: there are only 256 different 8-bit numbers.
@@ -17,9 +17,9 @@ numbers can share a scale:
     out[m, n] = sum over k of a[m, k] b[n, k]
 
 A scale for row m of a, or for row n of b, is a constant factor of the sum, so the matmul can apply it to the
-result at no cost. A scale that depended on k could not be taken out of the sum. One scale per tensor would also
-work, but a single outlier would then push all other numbers toward zero. With one scale per row, an outlier only
-affects its row.
+result at no cost. A scale that depended on k could not be factored out of the sum. One scale per tensor would also
+work, but a single outlier would then push all other numbers toward zero. With one scale per row, an outlier
+affects only its row.
 
 **Activations and gradients** are new in each step. A row's scale comes from its own largest magnitude ("dynamic"
 scaling). The compiled kernel that computes the tensor (in the norm, in SwiGLU or in backward) also finds and
@@ -78,7 +78,7 @@ def has_fp8(device: str) -> bool:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale each row of x (M, K) by its largest magnitude; return FP8 (M, K) and the fp32 scales (M, 1)."""
+    """Scale each row of x (M, K) by its largest magnitude; return FP8 values (M, K) and fp32 scales (M, 1)."""
     x_fp32 = x.float()
     scale = x_fp32.abs().amax(-1, keepdim=True).clamp(min=1e-12) / MAX_FP8
     return (x_fp32 / scale).clamp(-MAX_FP8, MAX_FP8).to(FP8).contiguous(), scale
@@ -157,7 +157,7 @@ class Fp8Linear(nn.Linear):
     MasterAdamW writes the weight. Before that, the scale is NaN, and so is the output.
 
     Raises:
-        TypeError: If the weight is not bf16 in forward, because MasterAdamW has not been created yet.
+        TypeError: If the weight isn't bf16 when the layer runs, because MasterAdamW hasn't been created yet.
     """
 
     weight_scale: Tensor
@@ -166,7 +166,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
         if self.weight.dtype != torch.bfloat16:
             raise TypeError(
-                f"got an FP8 layer with {self.weight.dtype} weights: create MasterAdamW before you run the layer"
+                f"got an FP8 layer with {self.weight.dtype} weights; create MasterAdamW before you run the layer"
             )
         out = Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale, self.ones)
         return out.unflatten(0, x.shape[:-1])

@@ -1,7 +1,7 @@
-"""Checks of MasterAdamW: parameters must fit into the buffers, and options must be supported.
+"""Check MasterAdamW's arguments: parameters must fit into the buffers, and options must be supported.
 
-Each failed check raises a ValueError. Otherwise, training would continue with wrong results, because an option is
-ignored or because another library shards or averages the parameters.
+A failed check raises a ValueError. Without the checks, training would continue with wrong results, because an
+option would be ignored, or because another library shards or averages the parameters.
 """
 
 import gc
@@ -47,7 +47,7 @@ def check_group(group: dict[str, Any], moments: torch.dtype) -> None:
     """Check a parameter group's options.
 
     Raises:
-        ValueError: If an option is out of range (with torch's message), or MasterAdamW doesn't support it.
+        ValueError: If an option is out of range (the message is torch's), or if MasterAdamW doesn't support it.
     """
     rate, beta1 = group["lr"], group["betas"][0]
     if isinstance(rate, Tensor):

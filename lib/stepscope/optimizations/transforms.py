@@ -1,7 +1,7 @@
-"""A training step that optimizations change one at a time: the subject, and the transforms that change it.
+"""Define a training step that optimizations change one at a time: the subject, and how transforms change it.
 
-A transform is a function of a :class:`TrainedSubject`. It changes the subject, or returns the reason why it
-doesn't apply:
+A transform is a function that takes a :class:`TrainedSubject`. It changes the subject, or returns the reason
+why it doesn't apply:
 
     def bf16(subject):
         subject.autocast, subject.precision = torch.bfloat16, "bf16"
@@ -33,7 +33,7 @@ Step = Callable[[], Tensor]
 
 
 class Unsupported(StepscopeError, RuntimeError):
-    """An optimization needs something that this device, environment or model doesn't have."""
+    """Raised when an optimization needs something that this device, environment or model doesn't have."""
 
 
 def launch_eagerly(subject: "TrainedSubject") -> Step:
@@ -45,13 +45,14 @@ def launch_eagerly(subject: "TrainedSubject") -> Step:
 class TrainedSubject(Subject):
     """A subject with all attributes that an optimization of its training step may change.
 
-    make_batch: draws the batch on the device.
+    make_batch: draws a batch on the device.
     make_optimizer: creates the optimizer of the loaded model.
     launch: returns the step to measure, after the model has been called once. If the subject has no ``loss``,
         ``launch`` also creates its optimizer.
     autocast: the dtype of torch's autocast around forward and loss, or None.
     matmul_precision: the precision of fp32 matmuls, an argument of ``torch.set_float32_matmul_precision``.
-    precision, moments: the number formats of matmuls and of AdamW's moments, for FLOP rates and lower bounds.
+    precision, moments: the number formats of matmuls and of AdamW's moments, which determine FLOP rates and lower
+        bounds.
     compiles: whether the first call of the step compiles.
     """
 
@@ -68,7 +69,7 @@ class TrainedSubject(Subject):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Update ``parameters`` and ``shapes``, because a transform may have replaced some."""
+        """Update ``parameters`` and ``shapes``, because a transform may have replaced some parameters."""
         self.parameters = dict(self.model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
 
@@ -85,7 +86,7 @@ class TrainedSubject(Subject):
 
     @torch.no_grad()
     def load(self, seed: int) -> None:
-        """Put the weights (drawn from the seed), the optimizer and the batch on the device.
+        """Create the weights (drawn from the seed), the optimizer and the batch on the device.
 
         Raises:
             torch.OutOfMemoryError: If the device's memory is too small for them.
@@ -100,7 +101,7 @@ class TrainedSubject(Subject):
         self.draw_weights(seed)
 
     def unload(self) -> None:
-        """Free weights, gradients, optimizer and batch.
+        """Free the weights, the gradients, the optimizer and the batch.
 
         Compiled code stays valid, because it reads the shapes when it runs.
         """
@@ -121,7 +122,7 @@ class TrainedSubject(Subject):
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """Draw the weights from a seed that is the same for every optimization, and restart the optimizer."""
+        """Draw the weights from a seed, so that they are the same for every optimization; reset the optimizer."""
         weights = self.weights()
         generator = torch.Generator(self.device).manual_seed(seed)
         for name in sorted(weights):
@@ -144,7 +145,7 @@ class TrainedSubject(Subject):
                 tensor.zero_()
 
     def reset(self) -> None:
-        """Free the gradients. ``model.zero_grad()`` walks all modules, which slows down launch-bound steps."""
+        """Free the gradients, without visiting all modules as ``model.zero_grad()`` does, which costs CPU time."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -188,7 +189,7 @@ def keeps_program(transform: Transform) -> Transform:
 
 
 def apply(transforms: Sequence[Transform], subject: TrainedSubject) -> dict[str, str]:
-    """Apply transforms in order; return the reason why a transform doesn't apply, by the transform's name."""
+    """Apply transforms in order; return the reason for each transform that doesn't apply, by its name."""
     reasons = {}
     for transform in transforms:
         reason = transform(subject)

@@ -1,6 +1,6 @@
 """Check that the committed writeup matches its records.
 
-Texts must match exactly. Figures must match in their words and, nearly, in their numbers.
+Texts must match exactly. In figures, words must match exactly, and numbers may differ slightly.
 """
 
 import re
@@ -19,9 +19,9 @@ MAX_BYTES = 2**28
 
 
 def check(runs: Path, out: Path) -> list[str]:
-    """Return the differences between the writeup in ``out`` and the records in ``runs``, one line per file.
+    """Compare the writeup in ``out`` with the records in ``runs``; return a list of their differences.
 
-    The package's ``reference.parquet`` is compared, too. No files are written.
+    The list has one line per file. The package's ``reference.parquet`` is compared, too. No files are written.
 
     Raises:
         StepscopeError: If :func:`stepscope.report.writeup.compose` raises it.
@@ -33,7 +33,7 @@ def check(runs: Path, out: Path) -> list[str]:
 
 
 def differences(report: Report, out: Path) -> list[str]:
-    """Return the differences between the files in ``out`` and a report, one line per file."""
+    """Compare the files in ``out`` with a report; return a list of their differences, one line per file."""
     left_out = [f"omitted: {error}" for error in report.errors]
     compared = [_compared(out, name, text) for name, text in report.texts.items()]
     surplus = [f"figures/{path.name} isn't used by any page" for path in stale_figures(report, out)]
@@ -55,7 +55,7 @@ def _compared(out: Path, name: str, expected: str) -> str:
 
 
 def alike(old: str, new: str) -> bool:
-    """Return whether two drawings contain the same words and tags, and nearly the same numbers in the tags."""
+    """Return whether two drawings contain the same words and tags, with nearly the same numbers in the tags."""
     pieces = [re.split(r"(<[^>]*>)", re.sub(r"\b[a-z][0-9a-f]{10}\b", "", text)) for text in (old, new)]
     if len(pieces[0]) != len(pieces[1]) or pieces[0][::2] != pieces[1][::2]:
         return False

@@ -41,7 +41,7 @@ EACH = object()  # rows(view, size=each) names a field but keeps all of its valu
 
 
 class DocumentError(StepscopeError):
-    """An error for a document that can't be rendered; the message names each wrong template, line and sentence."""
+    """Raised when a document can't be rendered; the message names each faulty template, line and sentence."""
 
     has_lines = True
 
@@ -50,7 +50,7 @@ class DocumentError(StepscopeError):
 
 
 def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values; require at least one row.
+    """Return the rows with the given values, of which there must be at least one.
 
     Args:
         values: for each column, a value, a list of allowed values, or ``each`` to allow all values.
@@ -124,7 +124,7 @@ def table(
         drop_empty: omit columns without values instead of raising an error.
 
     Raises:
-        LookupError: If a column doesn't exist or is empty, or the table contains no rows.
+        LookupError: If a column doesn't exist or is empty, or if the table has no rows.
     """
     headings = {}
     for column in columns:
@@ -148,7 +148,7 @@ def table(
 def _no_column(name: str, columns: Iterable[object]) -> str:
     names = [str(column) for column in columns]
     near = difflib.get_close_matches(name, names, 3, 0.5) or names
-    return f"no column {name!r}; there is {', '.join(near)}"
+    return f"no column {name!r}; available columns include {', '.join(near)}"
 
 
 # -- filters --------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _formatter(unit: str) -> Callable[[Any], str]:
 
 
 def span(values: pd.Series, name: str) -> str:
-    """Format the smallest and the largest value with the named filter, such as "0.98x to 1.00x"."""
+    """Format the smallest and the largest value with the named filter, for example as "0.98x to 1.00x"."""
     _require_named(values)
     ends = [FILTERS[name](end) for end in (values.min(), values.max())]
     return " to ".join(dict.fromkeys(ends))
@@ -212,7 +212,7 @@ FILTERS |= {
 
 
 def _require_named(values: pd.Series) -> None:
-    """Raise an error if the rows that will be reduced to one value differ in a key field that no lookup named."""
+    """Raise a LookupError if values to be reduced to one number differ in a key field that no lookup names."""
     if unnamed := values.attrs.get("unnamed"):
         raise LookupError(
             f"this reduces rows that differ in {', '.join(unnamed)} to one number, but the lookup doesn't name"
@@ -221,7 +221,7 @@ def _require_named(values: pd.Series) -> None:
 
 
 class _Context(jinja2.runtime.Context):
-    """The names in a template; a view is computed only when the template uses its name."""
+    """The names that a template can use; a view is computed only when the template uses its name."""
 
     def resolve_or_missing(self, key: str) -> Any:
         value = super().resolve_or_missing(key)
@@ -232,8 +232,8 @@ class _Context(jinja2.runtime.Context):
 class _Environment(jinja2.Environment):
     """A Jinja2 environment for templates over views.
 
-    A column takes precedence over a pandas attribute with the same name (``row.size``, ``row.mode``). ``holds``
-    also receives its line, and the numbers that its condition compares.
+    A column takes precedence over a pandas attribute with the same name (``row.size``, ``row.mode``). A call of
+    ``holds`` also receives its line number, and the numbers that its condition compares.
     """
 
     context_class = _Context
@@ -278,7 +278,7 @@ def _comparisons(condition: nodes.Expr) -> list[nodes.Expr]:
 
 
 class Document:
-    """A folder's templates, the views in which they look up numbers, and the errors and figures of rendering."""
+    """A folder's templates, the views in which they look up numbers, and the errors and figures from rendering."""
 
     def __init__(
         self, folder: Path, views: Mapping[str, Any], figures: Mapping[str, Callable[..., str]]
@@ -286,9 +286,9 @@ class Document:
         """Prepare the templates.
 
         Args:
-            folder: folder that contains the templates, ``*.md.j2``.
+            folder: the folder that contains the templates, ``*.md.j2``.
             views: views, facts and texts that templates look up by name.
-            figures: functions (title, *frames) that return an SVG, by name.
+            figures: functions, by name, that take a title and frames and return an SVG.
         """
         self.folder = folder
         self.figures: dict[str, str] = {}
@@ -346,7 +346,7 @@ class Document:
             raise DocumentError("\n\n".join([*self._errors, *self._false]))
 
     def _holds(self, condition: Any, sides: list, name: str, line: int) -> str:
-        """Return "" if the condition is true; otherwise, return a mark that locates the rendered sentence."""
+        """Return "" if the condition is true, and otherwise a mark by which the rendered sentence is found."""
         if bool(condition):
             return ""
         compared = "; ".join(" vs. ".join(_shown(value) for value in side) for side in sides)

@@ -41,10 +41,10 @@ def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
 
 
 def grid_tables(config: StepConfig, context: int | None, memory_gib: float, edition: int) -> list[Table]:
-    """Return a table of the peaks of the assignment's grid, and a table of the largest size that fits per step.
+    """Return two tables: the peaks of the assignment's grid, and the largest size that fits for each step.
 
     Args:
-        context: the only context length to show; None shows the assignment's context lengths.
+        context: the only context length to show; None for the assignment's context lengths.
     """
     contexts = CONTEXTS if context is None else [context]
 

@@ -1,6 +1,6 @@
-"""Load a runs folder into tables, which are validated and joined over all runs of a study.
+"""Load a runs folder into tables that are validated, and that combine all runs of a study.
 
-A faulty run is reported in one sentence and omitted, so bad input never causes a traceback.
+A faulty run is reported in one sentence and omitted, so invalid input never causes a traceback.
 """
 
 import importlib
@@ -36,19 +36,19 @@ SPREAD = r"profiled steps range from \S+ to \S+ ms"
 
 
 class RunsError(StepscopeError, ValueError):
-    """An error for a runs folder without usable runs."""
+    """Raised when a runs folder contains no usable run."""
 
 
 class TableError(StepscopeError, ValueError):
-    """An error for an unusable table; the message names the run, the table, the column and the expectation."""
+    """Raised when a table is unusable; the message names the run, the table, the column and what was expected."""
 
 
 @dataclass
 class Read:
-    """A runs folder's contents.
+    """The contents of a runs folder.
 
-    Tables are named "<study>.<table>", for studies with runs, and ``runs``. They omit the runs in ``replaced``,
-    because newer runs have the same keys.
+    Tables are named "<study>.<table>" for each study that has runs; there is also a table ``runs``. Tables omit
+    the runs in ``replaced``, because newer runs have the same keys.
     """
 
     records: list[Record]
@@ -66,7 +66,7 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
 
     Args:
         runs: the folder, relative to the checkout if there is one, or "" for the committed reference.
-        quiet: suppress warnings about omitted runs.
+        quiet: whether to suppress warnings about omitted runs.
 
     Raises:
         RunsError: If the folder doesn't exist or contains no usable run.
@@ -84,7 +84,7 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
 
 
 def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -> Read:
-    """Read a runs folder; omit unusable runs and name them in ``errors``.
+    """Read a runs folder; omit unusable runs, and name them in the result's ``errors``.
 
     Args:
         chosen: returns True for the records to read.
@@ -158,7 +158,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
 
 
 def _files(store: Store, module: ModuleType, record: Record) -> Tables:
-    """Return one run's tables, or an empty dictionary if the run didn't finish."""
+    """Return one run's tables by name; return an empty dictionary if the run didn't finish."""
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
             raise TableError(
@@ -200,7 +200,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
 
 
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Validate a table of several runs together; if that fails, validate the table of each run separately.
+    """Validate a table that combines several runs; if that fails, validate each run's part separately.
 
     Returns:
         The valid rows with ``run_id``, and the reason for each run whose table can't be used.
@@ -233,10 +233,11 @@ def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFr
 
 
 def steady(tables: Tables) -> Tables:
-    """Remove rows that a run marked as inconsistent from the tables.
+    """Return the tables without the rows that a run marked as inconsistent.
 
-    If other tables contain times of the same run and case, such as times of single steps and kernels, the rows in
-    those tables are removed, too. Therefore, reports only name an inconsistent case, and show none of its numbers.
+    If other tables contain times of the same run and case, such as times of single steps and kernels, their
+    rows for this case are removed, too. Reports therefore name an inconsistent case, but show none of its
+    numbers.
 
     A power-limited step is kept if only its profiled steps differ, because a fluctuating clock explains that.
     """
@@ -297,7 +298,7 @@ def _describe(error: Exception) -> str:
 
 
 def _config(module: ModuleType, record: Record) -> dict:
-    """Return a run's configuration columns, in which the name of a custom size consists of its dimensions."""
+    """Return a run's configuration columns; a custom size is named by its dimensions."""
     config = {name: record.config[name] for name in module.CONFIG}
     if config.get("size") == "custom":
         config["size"] = " ".join(
@@ -308,7 +309,7 @@ def _config(module: ModuleType, record: Record) -> dict:
 
 
 def _configured(module: ModuleType, frame: pd.DataFrame, records: dict[str, Record]) -> pd.DataFrame:
-    """Return a table with its runs' configuration columns placed first."""
+    """Return a table with the configuration columns of its runs added in front."""
     configs = pd.DataFrame([_config(module, record) for record in records.values()], [*records])
     added = configs[[name for name in configs if name not in frame]].loc[frame["run_id"]]
     return pd.concat([added.reset_index(drop=True), frame.reset_index(drop=True)], axis="columns")

@@ -1,8 +1,8 @@
 """Write a report that compares any runs folder with the reference machine, in tables and figures without claims.
 
-The report shows those of the writeup's views for which the folder contains data, next to the reference rows with
-the same keys. The reference comes from ``reference.parquet``, which is part of the package. The templates in
-``machine/`` are rendered in order, once per device.
+The report shows the writeup's views for which the folder contains data, next to the reference rows with the same
+keys. The reference comes from ``reference.parquet``, which is part of the package. The templates in ``machine/``
+are rendered in order, once per device.
 """
 
 import itertools
@@ -101,7 +101,7 @@ def reference_views(views: Views) -> dict[str, pd.DataFrame]:
 
 
 def machine_rates(views: Views) -> pd.DataFrame:
-    """Return a machine's peak rates: ``what`` names each rate, and ``text`` formats it with its unit."""
+    """Return a machine's peak rates, with columns ``what`` (the name) and ``text`` (the value with its unit)."""
     rates = []
     for name, column, what, unit in RATES:
         with suppress(MissingTable):
@@ -122,8 +122,8 @@ def about(runs: pd.DataFrame) -> pd.DataFrame:
 def write_reference(runs: Path | str) -> None:
     """Write the package's ``reference.parquet`` from a runs folder.
 
-    The file has one row, and one column per view, which contains the view's rows as a list. This format keeps all
-    views in one file and preserves their types.
+    The file has a single row. Each of its columns is a view, whose rows are stored as a list. This format keeps
+    all views in one file, and preserves their types.
     """
     frames = reference_views(Views(steady(read(Store(Path(runs))).tables)))
     columns = {}
@@ -178,7 +178,7 @@ def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFra
 
 
 def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values, if there are any; a list allows any of its values."""
+    """Return the rows with the given values, of which there may be none; a list allows any of its values."""
     rows = view
     for column, value in values.items():
         rows = rows[rows[column].isin(value if isinstance(value, list) else [value])]
@@ -189,12 +189,12 @@ def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
 def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
     """Format a view's rows as a table: the key fields, then each column next to the reference's column.
 
-    A configuration field with the same value in all rows is named below the table instead. A field whose value the
-    template has chosen is omitted.
+    A configuration field that has the same value in all rows is listed below the table instead. A field whose
+    value the template has chosen is omitted.
 
     Args:
         columns: "name" or "name: heading, unit"; empty strings and columns without values are omitted.
-        hide: fields of the key that another column already names.
+        hide: key fields to omit, because another column already shows them.
     """
     formatted = {*view.attrs["config"], *view.attrs["chosen"]} - {*varying(view, view.attrs["key"])}
     fields = [name for name in view.attrs["key"] if name not in (*formatted, *hide)]
@@ -236,7 +236,7 @@ def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFram
 
 
 def ordered(view: pd.DataFrame, column: str, ascending: bool = False) -> pd.DataFrame:
-    """Sort rows by a column within each group of rows that share all key fields except the last."""
+    """Sort rows by a column within each group of rows that agree in all key fields except the last."""
     group = view.groupby(view.attrs["key"][:-1], sort=False, dropna=False).ngroup()
     values = view[column] if ascending else -view[column]
     order = pd.DataFrame({"group": group, "value": values}).sort_values(["group", "value"], kind="stable")
@@ -290,8 +290,8 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
     """Return the report of a runs folder, with one part per device.
 
     Args:
-        found: contents of ``runs``.
-        out: the folder into which the report will be written. Links are relative to this folder.
+        found: the contents of ``runs``.
+        out: the folder into which the report will be written; links are relative to it.
 
     Raises:
         OutputError: If the folder contains no usable run.
@@ -339,7 +339,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
 
 
 def _without_repetition(text: str) -> str:
-    """Remove repeated lines of fixed fields, so that each chapter shows each such line once."""
+    """Remove repeated lines of fixed fields, so that each chapter shows each of these lines only once."""
     kept: list[str] = []
     last = ""
     for line in text.splitlines():
@@ -371,7 +371,7 @@ def device_of(record: Record) -> str:
 
 
 def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, Any], list[str]]:
-    """Return the names that one device's templates can use, including views, and a note per view that failed.
+    """Return the names that one device's templates can use, such as views, and a note for each view that failed.
 
     A view is empty if its study has no runs.
     """

@@ -1,4 +1,4 @@
-"""Write a report's files: create all of them first, then move them into place together."""
+"""Write a report's files: first create all of them, and then move them into place together."""
 
 import re
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ MAX_NAMED = 3  # maximum number of devices or code versions that a page's footer
 
 
 class OutputError(StepscopeError, OSError):
-    """An error for a report that can't be written; the message names the path and the reason."""
+    """Raised when a report can't be written; the message names the path and the reason."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -72,9 +72,10 @@ def stale_figures(report: Report, out: Path) -> list[Path]:
 
 
 def readme(out: Path, first: str) -> dict[str, str]:
-    """Return the README in ``out`` with ``first`` inserted between its marks.
+    """Return the README in ``out`` with ``first`` inserted between its marks, as a dictionary.
 
-    The result maps the file's name to its text. It is empty if there is no README or the README has no marks.
+    The dictionary maps the file's name to its text. It is empty if there is no README, or if the README has no
+    marks.
 
     Raises:
         OutputError: If only one of the two marks is present, or the README can't be read.
@@ -100,7 +101,7 @@ def readme(out: Path, first: str) -> dict[str, str]:
 
 
 def foot(records: list[Record]) -> str:
-    """Return a page's footer: the runs with their dates (not today's date), and how to cite the page."""
+    """Return a page's footer: the number of runs, their dates (not today's date), and how to cite the page."""
     days = sorted(record.started_at.date().isoformat() for record in records)
     return FOOT.read_text(encoding="utf-8").format(
         runs="1 run" if len(records) == 1 else f"{len(records):,} runs",

@@ -1,6 +1,7 @@
 """Build the report as one HTML file: markdown-it renders the markdown into a template, and escapes raw HTML.
 
-Images are embedded, evidence is folded, and the content security policy blocks scripts and external resources.
+Images are embedded, pages of evidence are folded, and the content security policy blocks scripts and external
+resources.
 """
 
 import base64
@@ -26,7 +27,7 @@ FOLD, FOLD_END = re.compile(r"<details><summary>(.+)</summary>"), "</details>"
 
 @dataclass(frozen=True)
 class Section:
-    """A separate page that is folded into the report: its path in the report's folder, and its markdown."""
+    """A separate page that is folded into the report, with its path in the report's folder and its markdown."""
 
     path: str
     text: str
@@ -40,10 +41,10 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: s
     """Return the report as one HTML page.
 
     Args:
-        writeup: the main text, markdown.
-        sections: pages folded below the main text.
-        figures: SVG by name, for images "figures/<name>.svg".
-        foot: the page's footer, markdown.
+        writeup: the main text, in markdown.
+        sections: the pages that are folded below the main text.
+        figures: SVG texts by name, for images "figures/<name>.svg".
+        foot: the page's footer, in markdown.
     """
     anchors = {section.path: section.anchor for section in sections} | {"writeup.md": "top"}
     writer = _Writer(figures, anchors)
@@ -84,7 +85,7 @@ def _parted(written: str) -> tuple[str, str]:
 
 
 def _contents(written: str) -> list[str]:
-    """Return a list item for each chapter, with the chapter's parts nested inside."""
+    """Return an HTML list item for each chapter, with the chapter's parts nested inside."""
     chapters: list[tuple[str, list[str]]] = []
     for level, anchor, words in re.findall(r'<h([23]) id="([^"]+)">(.*?)</h[23]>', written):
         link = f'<a href="#{anchor}">{_plain(words)}</a>'
@@ -125,7 +126,7 @@ def _fold(paragraph: list[Token]) -> None:
 
 
 def anchor_of(heading: str) -> str:
-    """Return a heading's anchor in GitHub's form."""
+    """Return a heading's anchor, formed like GitHub's."""
     return re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-")
 
 
@@ -136,7 +137,7 @@ def _plain(written: str) -> str:
 class _Writer:
     """A renderer that converts markdown to HTML.
 
-    Raw HTML becomes text, links lead to anchors in the page or to https addresses, and images are the figures.
+    Raw HTML becomes text, links lead to anchors in the page or to https addresses, and images are our figures.
     """
 
     def __init__(self, figures: dict[str, str], anchors: dict[str, str]) -> None:
@@ -144,7 +145,7 @@ class _Writer:
         self.markdown = MarkdownIt("commonmark", {"html": False, "typographer": False}).enable("table")
 
     def html(self, text: str, section: Section | None = None) -> str:
-        """Return a text's HTML; prefix a section's heading anchors with the section's anchor."""
+        """Return a text's HTML; if a section is given, prefix heading anchors with the section's anchor."""
         prefix = f"{section.anchor}-" if section else ""
         folder = posixpath.dirname(section.path) if section else ""
         tokens = self.markdown.parse(text)
@@ -182,7 +183,7 @@ class _Writer:
         return token
 
     def _href(self, link: str, folder: str) -> str:
-        """Convert a link in this folder's text to a link in the page, which is in the parent folder."""
+        """Convert a link in the text of a page in ``folder`` to a link in the HTML page."""
         if link.startswith(("https://", "#")):
             return link
         path, _, anchor = link.partition("#")

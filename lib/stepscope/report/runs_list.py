@@ -1,4 +1,4 @@
-"""List a folder's runs: the finding of each run, a link to its notebook, and the runs that no table shows."""
+"""List a folder's runs: each run's finding and a link to its notebook, and the runs that no table shows."""
 
 import os
 from pathlib import Path
@@ -21,10 +21,10 @@ def runs_page(found: Read, runs: Path, folder: Path) -> str:
 
 
 def runs_found(found: Read, runs: Path, folder: Path) -> str:
-    """Return each run's finding, in one list per study; long lists are folded.
+    """Return the runs' findings as markdown, with one list per study; long lists are folded.
 
     Args:
-        runs: the runs folder, to which the links lead.
+        runs: the runs folder, which contains the targets of the links.
         folder: the folder that contains the page with the links.
     """
     place = quote(os.path.relpath(runs, folder).replace(os.sep, "/"))

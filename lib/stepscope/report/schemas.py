@@ -29,7 +29,7 @@ def text_column(*allowed: str) -> pa.Column:
 
 
 def table_schema(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
-    """Return a schema for tables with exactly these columns, in any order, and one row per key ``unique``."""
+    """Return a schema for tables with exactly these columns, in any order, whose ``unique`` columns form a key."""
     return pa.DataFrameSchema(columns, strict=True, unique=list(unique))
 
 

@@ -1,8 +1,8 @@
 """Define the style of all our figures, without changing the style of other figures.
 
-A figure is one SVG for light and dark mode: its colors are variables that depend on the reader's color scheme, and
-its text remains text. A figure is 432 points wide, so text of 11 points is 9 pixels high on a phone that is 390
-pixels wide.
+A figure is a single SVG for light and dark mode: its colors are variables that depend on the reader's color
+scheme, and its text remains text. A figure is 432 points wide, so 11-point text is 9 pixels high on a phone
+that is 390 pixels wide.
 """
 
 import io
@@ -97,16 +97,16 @@ STYLE = {
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Apply this style to matplotlib and seaborn drawings within the context; other drawings keep their style.
+    """Apply our style to matplotlib and seaborn drawings within the context; other drawings keep their style.
 
-    You can also decorate a function that draws with ``@look()``.
+    You can also decorate a drawing function with ``@look()``.
     """
     with matplotlib.rc_context(STYLE):
         yield
 
 
 class Picture(Figure):
-    """A figure whose title is a message, and which notebooks display as PNG."""
+    """A figure whose title is a message; notebooks display it as PNG."""
 
     message: str = ""
 
@@ -122,7 +122,7 @@ class Picture(Figure):
 def figure(
     message: str, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Picture, Any]:
-    """Return a figure whose title is the wrapped message, and its axes as ``Figure.subplots`` returns them."""
+    """Return a figure whose title is the wrapped message, and its axes in the form of ``Figure.subplots``."""
     made = Picture(figsize=(WIDTH, height), dpi=110, layout="constrained")
     made.message = " ".join(message.split())
     made.suptitle(_wrapped(made.message, 54), x=0.01, ha="left", fontsize=TEXT + 1.5, fontweight="bold")
@@ -143,7 +143,7 @@ def _wrapped(text: str, width: int) -> str:
 def lines(
     axes: Axes, rows: pd.DataFrame, x: str, y: str, hue: str, colors: Mapping[str, str]
 ) -> dict[str, tuple[float, float]]:
-    """Draw a line with markers for each value of ``hue``; return each line's end, for :func:`label_ends`."""
+    """Draw a line with markers for each value of ``hue``; return the lines' right ends for :func:`label_ends`."""
     palette = {name: colors.get(name, INK) for name in rows[hue].unique()}
     sns.lineplot(
         rows,
@@ -165,7 +165,7 @@ LABEL_GAP = 1.25  # distance between labels, in lines of text
 
 
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]) -> None:
-    """Label each line at its right end (x, y) instead of in a legend, without overlapping labels."""
+    """Label each line at its right end (x, y) instead of in a legend, so that labels don't overlap."""
 
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
@@ -205,7 +205,7 @@ def stacked_bars(
     The legend lists all columns without a color as "other".
 
     Args:
-        text: returns the label of a part; used if the part is wider than ``min_width``.
+        text: returns the label of a part. Parts that aren't wider than ``min_width`` get no label.
     """
     left, places = np.zeros(len(parts)), range(len(parts))
     uncolored = [name for name in parts if name not in colors]
@@ -255,7 +255,7 @@ def bars(
     texts: Sequence[str],
     colors: str | Sequence[str] = BLUE,
 ) -> None:
-    """Draw horizontal bars from top to bottom, with labels at the ends of the bars instead of an axis."""
+    """Draw horizontal bars from top to bottom, with a label at the end of each bar instead of an axis."""
     places = range(len(values))
     axes.barh(places, values, color=colors, height=0.66)
     axes.set_yticks(places, labels)

@@ -1,4 +1,4 @@
-"""Format all numbers and tables, and escape the text in them.
+"""Format all numbers and tables, and escape the text that tables contain.
 
 A column's heading ends with its unit, as in "wall, ms". A share of 0.742 is printed as 74%.
 """
@@ -102,12 +102,12 @@ def number(value: Any, unit: str = "") -> str:
         ValueError: If the unit is unknown.
     """
     if unit not in UNITS:
-        raise ValueError(f"unit: got {unit!r}, but known units are {', '.join(filter(None, UNITS))}")
+        raise ValueError(f"unit: got {unit!r}, but expected one of {', '.join(filter(None, UNITS))}")
     return NONE if missing(value) else digits(value, unit) + UNITS[unit]
 
 
 def escape(text: object) -> str:
-    """Escape a record's text for markdown, so that it is displayed literally, on one line, and without links."""
+    """Escape a record's text for markdown, so that it is displayed literally, on one line and without links."""
     cut = str(text)[: MAX_TEXT_CHARS + 1]
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in cut)
     line = unicodedata.normalize("NFC", " ".join(line.split()))
@@ -179,8 +179,8 @@ def markdown(frame: pd.DataFrame, unit: str = "", rows: int = MAX_ROWS) -> str:
     """Format a frame as a GitHub table with escaped text; named index levels become columns.
 
     Args:
-        unit: unit of numeric columns whose heading contains no unit, such as a pivot's columns.
-        rows: maximum number of rows to print.
+        unit: the unit of numeric columns whose headings contain no unit, such as the columns of a pivot table.
+        rows: the maximum number of rows to print.
     """
     if any(frame.index.names):
         frame = frame.reset_index()
@@ -206,7 +206,7 @@ def quartiles(rows: pd.DataFrame) -> pd.Series:
 def wall_cell(row: Mapping[str, Any]) -> str:
     """Format a wall time as "58.5 (58.3 to 58.6)": the median and the quartiles.
 
-    A launch-bound case also shows its fastest step, as "at best 43.6".
+    For a launch-bound case, also give the fastest step, as "at best 43.6".
     """
     if missing(row.get("wall_ms")):
         return NONE
@@ -216,7 +216,7 @@ def wall_cell(row: Mapping[str, Any]) -> str:
 
 
 def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """Return selected columns of a notebook's table, formatted like the report's tables.
+    """Return the selected columns of a notebook's table, formatted like the report's tables.
 
     Headings include units, numbers have three significant digits, shares are percentages, and counts are integers.
     The table has no index.

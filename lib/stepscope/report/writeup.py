@@ -24,7 +24,7 @@ EVIDENCE = "evidence/"
 
 
 class NoTemplatesError(StepscopeError):
-    """An error for missing writeup templates."""
+    """Raised when the writeup's templates are missing."""
 
 
 def templates_folder() -> Path:
@@ -43,7 +43,7 @@ def templates_folder() -> Path:
 
 
 def other_datasets(runs: Path) -> dict[str, Read]:
-    """Read the datasets in folders next to the campaign's folder, if the writeup has templates for them."""
+    """Read those datasets next to the campaign's folder for which the writeup has templates."""
     folders = [path for path in sorted(templates_folder().iterdir()) if path.is_dir()]
     return {
         path.name: read(Store(runs.parent / path.name))
@@ -56,8 +56,8 @@ def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
     """Return one full campaign's writeup, as it would be written into ``out``.
 
     Args:
-        found: contents of the campaign's folder, ``runs``.
-        views: views of the campaign's consistent tables.
+        found: the contents of the campaign's folder, ``runs``.
+        views: the views of the campaign's consistent tables.
 
     Raises:
         DocumentError: If a sentence doesn't hold or a lookup fails; the message names each such sentence, and each
@@ -100,9 +100,9 @@ def render_views(
     """Render a writeup's templates with the views of one campaign and of other datasets.
 
     Args:
-        folder: folder that contains the chapters, ``*.md.j2``, in order, and ``evidence/*.md.j2``. A subfolder
+        folder: the folder that contains the chapters, ``*.md.j2``, in order, and ``evidence/*.md.j2``. A subfolder
             that is named like one of the other datasets contains more chapters and evidence.
-        others: views of other datasets, by name.
+        others: the views of the other datasets, by name.
 
     Returns:
         Texts by template ("00-first", "evidence/nsys"), and figures by name, as SVG.

@@ -64,11 +64,11 @@ ORDER = ("size", "context_length", "vocab_size", "batch_size")
 
 
 class ViewError(StepscopeError, ValueError):
-    """An error for a view that violates its schema; the message names the view and the problem."""
+    """Raised when a view violates its schema; the message names the view and the problem."""
 
 
 class MissingTable(StepscopeError, LookupError):
-    """An error for a required table that no run in the folder contains."""
+    """Raised when a required table is missing, because no run in the folder contains it."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def view(
         key: columns that identify a row: the studies' configuration fields, and the table's own key.
         columns: the remaining columns.
         studies: studies whose tables the view reads.
-        over: configuration fields that the view aggregates over, and that its key therefore omits.
+        over: configuration fields over which the view aggregates, so its key omits them.
     """
 
     def declare(make: Callable[["Views"], pd.DataFrame]) -> Callable[["Views"], pd.DataFrame]:
@@ -161,7 +161,7 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
     repeated = frame[frame.duplicated(declared.key, keep=False)]
     if len(repeated):
         raise ViewError(
-            f"view {name}: {len(repeated)} rows share their keys; the first key is {_first(repeated, declared)}"
+            f"view {name}: {len(repeated)} rows don't have unique keys; the first is {_first(repeated, declared)}"
         )
     frame = frame[expected].reset_index(drop=True)
     unnamed = Names(varying(frame, declared.key))
@@ -170,7 +170,7 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 class Names(tuple):
-    """Column names in a frame's ``attrs`` that pandas operations share instead of deep-copying."""
+    """Column names in a frame's ``attrs``, which pandas operations share instead of copying deeply."""
 
     def __deepcopy__(self, memo: dict) -> "Names":
         return self
@@ -196,6 +196,6 @@ def _rank(column: pd.Series) -> pd.Series:
 
 
 def unit_of(column: str) -> str:
-    """Return the unit given by a column name's suffix ("" for labels, counts and booleans)."""
+    """Return the unit that a column name's suffix gives ("" for labels, counts and booleans)."""
     endings = [suffix for suffix in UNITS if column == suffix or column.endswith(f"_{suffix}")]
     return UNITS[max(endings, key=len)] if endings else ""

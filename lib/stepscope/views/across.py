@@ -46,7 +46,7 @@ TIMED_TWICE = ["wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms", "busy", "launch
     studies=["ladder", "mixed_precision"],
 )
 def same_steps(data: Views) -> pd.DataFrame:
-    """Return one row per TF32 or bf16 step that two studies measured, each in a separate process.
+    """Return one row per TF32 or bf16 step that two studies measured in separate processes.
 
     The ladder runs steps back to back, whereas mixed_precision synchronizes after each step. ``wall_ratio`` is the
     longer median wall time divided by the shorter one, and ``gpu_error`` is the relative difference between the

@@ -1,4 +1,4 @@
-"""Define the attention study's views: time, memory and error of attention on its own."""
+"""Define the attention study's views: the time, memory and error of attention alone."""
 
 import pandas as pd
 
@@ -80,7 +80,7 @@ def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _outcomes(frame: pd.DataFrame) -> pd.Series:
-    """Describe why and in which phase each case ran out of memory ("" for cases that didn't).
+    """Describe in which phase and why each case ran out of memory ("" for cases that didn't).
 
     Both phases of a case share one status, because a case is checked before it is timed. To find the phase that
     failed, we take forward's peak memory at the longest context length that ran, and scale it by the square of the
@@ -142,14 +142,14 @@ def _outcome(reason: str, forward_fits: bool) -> str:
     studies=["attention"],
 )
 def attention(data: Views) -> pd.DataFrame:
-    """Return one row per case, with forward and backward together and the wall time of each phase.
+    """Return one row per case, with the results of forward and backward together and each phase's wall time.
 
     Speedups are relative to naive attention in the same setting. ``rank`` orders a setting's implementations by
-    GPU time, where 1 is the fastest; ``lead_speedup`` is the speedup of the fastest implementation over the second
-    fastest. ``saved_mib`` is the memory saved for backward, excluding q, k, v and the output; ``in_use_mib`` is
-    all memory allocated before backward. ``formula_error`` is the relative difference between the peak and its
-    prediction. ``square_gib`` is the size of one T x T matrix per sequence in the setting's precision, and
-    ``row_mib`` is the size of one fp32 number per row.
+    GPU time, where 1 is the fastest; ``lead_speedup`` is the speedup of the fastest implementation over the
+    second fastest. ``saved_mib`` is the memory saved for backward, excluding q, k, v and the output;
+    ``in_use_mib`` is all memory allocated when backward begins. ``formula_error`` is the relative difference
+    between the peak and its prediction. ``square_gib`` is the size of one T x T matrix per sequence in the
+    setting's precision, and ``row_mib`` is the size of one fp32 number per row.
     """
     frame = _ordered(_cases(data).drop_duplicates(CASE))[
         [*CASE, "name", "precision_name", "status", "device_gib"]
@@ -266,7 +266,7 @@ def attention_parts(data: Views) -> pd.DataFrame:
     over=["d_model", "batch_size"],
 )
 def attention_errors(data: Views) -> pd.DataFrame:
-    """Return one row per precision and implementation, with the largest relative error against float64.
+    """Return one row per precision and implementation, with the largest relative error compared with float64.
 
     The maximum is over outputs, gradients, head dimensions and context lengths. ``worst`` and ``allowed`` format
     the largest error and the error limit as text.

@@ -1,4 +1,4 @@
-"""Define the benchmark's views: a training step's times in all precisions, and their repeatability."""
+"""Define the benchmark's views: a training step's times in all precisions, and how well they repeat."""
 
 import pandas as pd
 
@@ -18,7 +18,7 @@ PLACES = ("first", "second", "third")
 
 
 def both_studies(data: Views, table: str) -> pd.DataFrame:
-    """Return the rows of a table in both studies, with the column ``study``; mixed_precision gets repeat 0."""
+    """Return a table's rows from both studies, with a column ``study``; mixed_precision's rows get repeat 0."""
     frames = [
         data.table(f"{study}.{table}").assign(study=study) for study in BOTH if data.has(f"{study}.{table}")
     ]
@@ -63,13 +63,14 @@ def times(data: Views) -> pd.DataFrame:
       wait for launches while another phase runs long kernels.
     * ``fastest_ms``: the wall time of the fastest timed step, given only for launch-bound rows, whose medians vary
       between runs; ``fastest_idle_share``: the share of ``fastest_ms`` during which no kernel runs.
-    * ``launch_us`` and ``fastest_launch_us``: wall time per kernel in the median and in the fastest step, given
-      only for launch-bound rows; ``kernel_us``: GPU time per kernel.
+    * ``launch_us`` and ``fastest_launch_us``: wall time per kernel in the median step and in the fastest step,
+      given only for launch-bound rows; ``kernel_us``: GPU time per kernel.
     * ``wall_std_share``: the wall time's standard deviation divided by its median.
     * ``phase_share``: the phase's share of the total GPU time of the mode.
-    * ``mfu`` (relative to the data sheet's rate) and ``matmul_rate_share`` (relative to the fastest large matmul
-      in all runs with that precision): FLOPs per wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and
-      ``gpu_tflops``: FLOPs per GPU time.
+    * ``mfu``: FLOPs per wall time, as a share of the data sheet's rate; ``matmul_rate_share``: the same, as a
+      share of the rate of the fastest large matmul in all runs with that precision.
+    * ``gpu_mfu``, ``gpu_matmul_rate_share``: the same shares for FLOPs per GPU time; ``gpu_tflops``: FLOPs per
+      GPU time.
     """
     found = both_studies(data, "times")
     case = found.groupby(["study", *CONFIG, "mode"], sort=False).ngroup()
@@ -123,7 +124,7 @@ def operations(data: Views) -> pd.DataFrame:
     studies=BOTH,
 )
 def kernel_categories(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and kernel category, with GPU time, launches and time share."""
+    """Return one row per configuration, mode and kernel category, with launches, GPU time and its share."""
     case = ["study", *CONFIG, "mode"]
     found = data["operations"].groupby([*case, "kernel_category"], sort=False)[["gpu_ms", "count"]].sum()
     found = found.reset_index()
@@ -133,9 +134,9 @@ def kernel_categories(data: Views) -> pd.DataFrame:
 
 @view(key=[*CONFIG, "mode", "phase", "step"], columns=["warmup", "wall_ms", "enqueue_ms"], studies=BOTH[:1])
 def samples(data: Views) -> pd.DataFrame:
-    """Return one row per step (and phase) that the benchmark timed, starting with each mode's first step.
+    """Return one row per timed step and phase of the benchmark, starting with the first step of each mode.
 
-    ``warmup`` is true for steps that the medians exclude.
+    ``warmup`` is true for warm-up steps, which the medians exclude.
     """
     return in_order(data.table("benchmark.samples").sort_values("repeat", kind="stable"))
 
@@ -146,7 +147,7 @@ def samples(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def peak_rates(data: Views) -> pd.DataFrame:
-    """Return one row per benchmark run, with the rates of a large copy and a large matmul in its precision."""
+    """Return one row per benchmark run, with the rates of a large copy and of a large matmul in its precision."""
     return data.table("benchmark.results").rename(columns={"copy_tb_s": "copy_tb_per_s"})
 
 
@@ -183,9 +184,10 @@ def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
     studies=BOTH[:1],
 )
 def timed_steps(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase, with mean and deviation of the first ten timed steps.
+    """Return one row per configuration, mode and phase, for the first ten timed steps.
 
-    ``steps`` is less than ten if fewer steps were timed.
+    The columns give the mean and the standard deviation of their times. ``steps`` is less than ten if fewer steps
+    were timed.
     """
     found = data["samples"].sort_values("step", kind="stable")
     key = [*CONFIG, "mode", "phase"]
@@ -202,9 +204,9 @@ def timed_steps(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def handout_times(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, with :func:`timed_steps` as text in ms, such as "58.5 ± 0.0799".
+    """Return one row per configuration, with the times of :func:`timed_steps` in ms as text ("58.5 ± 0.0799").
 
-    The columns are forward alone, backward (inside forward + backward), both together, and the full step.
+    The columns are forward alone, backward (within forward + backward), both together, and the full step.
     """
     cells = data["timed_steps"].set_index([*CONFIG, "mode", "phase"])["text"]
     parts = {
@@ -226,9 +228,9 @@ def handout_times(data: Views) -> pd.DataFrame:
 def warm_up(data: Views) -> pd.DataFrame:
     """Return one row per configuration and number of warm-up steps.
 
-    The columns give the mean and standard deviation of the ten full steps after the warm-up (or fewer, if fewer
-    were timed), and the time of the first of these steps. One run suffices for all numbers of warm-up steps,
-    because its samples include every step of the process.
+    The columns give the mean and the standard deviation of the ten full steps that follow the warm-up (or of fewer
+    steps, if fewer were timed), and the time of the first of these steps. One run suffices for all numbers of
+    warm-up steps, because its samples include every step of the process.
     """
     found = data["samples"]
     found = found[(found["mode"] == "step") & (found["phase"] == "total")]
@@ -271,9 +273,9 @@ def first_steps(data: Views) -> pd.DataFrame:
     """Return one row per process and phase of the full step, comparing the first three steps with the median.
 
     The columns give the wall and enqueue times of the first three steps, the median of the timed steps
-    (``later_ms``), and how much each of the first three steps exceeds this median. ``first_delay_share`` is the
-    phase's share of the first step's total delay. A step is slow if it exceeds the median by more than single
-    steps usually vary: 1%, or 20% if the timed steps are launch-bound.
+    (``later_ms``), and the time by which each of the first three steps exceeds this median.
+    ``first_delay_share`` is the phase's share of the first step's total delay. A step is slow if it exceeds the
+    median by more than the usual variation of single steps: 1%, or 20% if the timed steps are launch-bound.
     """
     key = [*CONFIG, "phase"]
     found = data["samples"]
@@ -329,10 +331,11 @@ def first_steps(data: Views) -> pd.DataFrame:
     over=["repeat"],
 )
 def repeats(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase that several processes measured, with time ratios.
+    """Return one row per configuration, mode and phase that several processes measured, comparing their times.
 
-    For each process, we take the median wall time, the fastest step and the GPU time; the columns give the minimum
-    and maximum of each over all processes, and the ratio of maximum to minimum.
+    From each process, we take the median wall time, the fastest step and the GPU time. For each of these three,
+    the columns give the minimum and the maximum over all processes, and the ratio of the maximum to the
+    minimum.
     """
     found = data["times"].query("study == 'benchmark' and gpu_ms.notna()")
     made = found.groupby([*WITHOUT_REPEAT, "mode", "phase"], sort=False).agg(
@@ -399,7 +402,7 @@ WITHOUT_OPTIMIZER = [name for name in CONFIG if name != "optimizer"]
     over=["optimizer"],
 )
 def optimizers(data: Views) -> pd.DataFrame:
-    """Return one row per configuration measured with foreach and fused AdamW, with the optimizer's GPU times."""
+    """Return one row per configuration measured with foreach and fused AdamW, with both optimizers' GPU times."""
     found = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'optimizer'")
     made = found.set_index([*WITHOUT_OPTIMIZER, "optimizer"])["gpu_ms"].unstack("optimizer")
     made = made.reindex(columns=["foreach", "fused"]).dropna().add_suffix("_ms").reset_index()
@@ -445,10 +448,10 @@ def compiled(data: Views) -> pd.DataFrame:
     """Return one row per compiled configuration and mode that was also measured uncompiled (``eager_...``).
 
     The uncompiled step comes from the benchmark, or from mixed_precision if the benchmark didn't measure it.
-    ``wall_speedup`` (see :func:`stepscope.stats.wall_speedup`) is missing if launch-bound times usually vary by as
-    much as the difference. ``break_even_steps`` is the compile time divided by the time saved per step; if either
-    step is launch-bound, the fastest steps are compared. ``other_...`` describe the non-matmul kernels.
-    ``optimizer_share`` is the optimizer's share of the compiled step's GPU time.
+    ``wall_speedup`` (see :func:`stepscope.stats.wall_speedup`) is missing if the difference is within the usual
+    variation of launch-bound times. ``break_even_steps`` is the compile time divided by the time saved per
+    step; if either step is launch-bound, the fastest steps are compared. Columns ``other_...`` describe
+    non-matmul kernels. ``optimizer_share`` is the optimizer's share of the compiled step's GPU time.
     """
     made = _beside_eager(data["times"])
     launch_bound = made["launch_bound"] | made["eager_launch_bound"]
@@ -471,7 +474,7 @@ EAGER_CASE = [*[name for name in CONFIG if name != "compile"], "mode"]
 
 
 def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
-    """Return the compiled rows, each with its uncompiled counterpart's columns as ``eager_...``."""
+    """Return the compiled rows, each with the columns of its uncompiled counterpart as ``eager_...``."""
     rows = times.query("phase == 'total' and status == 'ok'")
     # the benchmark's rows come first
     eager = rows[rows["compile"] == "none"].sort_values("study", kind="stable")
@@ -481,7 +484,7 @@ def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_other_kernels(categories: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Add columns for the GPU time and launches of the non-matmul kernels, with and without compilation."""
+    """Add columns for the GPU time and the launches of non-matmul kernels, with and without compilation."""
     key = ["study", *CONFIG, "mode"]
     other = categories[~categories["is_matmul"]].groupby(key, sort=False)[["gpu_ms", "count"]].sum()
     rows = rows.join(other.add_prefix("other_"), on=key, validate="one_to_one")

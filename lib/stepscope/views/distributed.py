@@ -1,4 +1,4 @@
-"""Define the distributed study's views: the step on several GPUs, by strategy and by rank."""
+"""Define the distributed study's views: training steps on several GPUs, by strategy and by rank."""
 
 import pandas as pd
 
@@ -16,7 +16,7 @@ BUCKETS = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB}
 
 
 def _table(data: Views, name: str) -> pd.DataFrame:
-    """Return a table of all runs, in which the repeats of each configuration are in order."""
+    """Return a table of all runs, with the repeats of each configuration in order."""
     return in_order(data.table(f"distributed.{name}").sort_values(["gpus", "repeat"], kind="stable"))
 
 
@@ -71,11 +71,12 @@ def strategies(data: Views) -> pd.DataFrame:
     * ``tokens``: the tokens per step and rank.
     * ``exposed_ms``: the time of transfers and waiting that no other work hides; ``hidden_ms``: the rest of
       ``communication_ms``.
-    * ``without_overlap_ms``: the wall time of the control plus the time of the communication on its own. The
-      control is the strategy that computes the same without communication.
-    * ``kernels_slowdown_share``: how much longer kernels that don't communicate take than in the control.
+    * ``without_overlap_ms``: the control's wall time plus the time of the communication alone. The control is the
+      strategy that does the same computation without communication.
+    * ``kernels_slowdown_share``: the relative increase in the time of kernels that don't communicate, compared
+      with the control.
     * ``repeat_error``: the relative difference between the longest and the shortest wall time of several runs.
-    * ``matmul_tflops``: the rate of matmuls, which counts 6 FLOPs per parameter and token.
+    * ``matmul_tflops``: the rate of the matmuls, counting 6 FLOPs per parameter and token.
     * ``launch_bound``: the CPU takes longer to enqueue the step than the GPU takes to compute, transfer and copy,
       and the GPU does this work for less than 95% of the wall time.
     """
@@ -133,8 +134,8 @@ def buckets(data: Views) -> pd.DataFrame:
     """Return one row per DDP bucket size, with the overhead by formula and the measured exposed communication.
 
     The formula is s / (n w) + n o, for s bytes of gradients in n buckets, a rate of w bytes per second, and o
-    seconds per all-reduce. Both w and o are measured with all-reduces that run on their own: w with the largest
-    all-reduce, and o with the smallest.
+    seconds of overhead per all-reduce. Both w and o are measured with all-reduces that run alone: w with the
+    largest all-reduce, and o with the smallest.
     """
     table = data["strategies"].assign(bucket_mib=data["strategies"]["strategy"].map(BUCKETS))
     table = table[table["bucket_mib"].notna()]
@@ -162,7 +163,7 @@ def buckets(data: Views) -> pd.DataFrame:
 def strategy_ranks(data: Views) -> pd.DataFrame:
     """Return one row per strategy and rank, with the mean profiled step, its parts, and the sum of the parts.
 
-    ``communication_ms`` and ``transfer_total_ms`` include communication that compute hides.
+    ``communication_ms`` and ``transfer_total_ms`` include communication that is hidden by compute.
     """
     ranks = _table(data, "ranks")
     parts_ms = ranks[[f"{part}_ms" for part in PARTS]].sum(axis=1)
@@ -198,7 +199,7 @@ def slowdowns(data: Views) -> pd.DataFrame:
 
 @view(key=[*CONFIG, "kind", "mib"], columns=["time_ms", "bus_gb_per_s"], studies=["distributed"])
 def collectives(data: Views) -> pd.DataFrame:
-    """Return one row per kind and size of collective, with its time and bus bandwidth when it runs on its own."""
+    """Return one row per kind and size of collective, with its time and bus bandwidth when it runs alone."""
     return _table(data, "collectives").rename(columns={"bus_gb_s": "bus_gb_per_s"})
 
 

@@ -1,4 +1,4 @@
-"""Derive the writeup's few numbers that require some code, with one function per fact.
+"""Compute the writeup's few numbers that aren't cells of a view, with one function per fact.
 
 A template calls a fact by name: ``{{ ten_steps(cold.first_ms, warm.mean_ms).mean_ms|ms }}``.
 """
@@ -22,7 +22,7 @@ def fact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @fact
 def ten_steps(first_ms: float, later_ms: float) -> dict[str, float]:
-    """Return the mean and sample standard deviation of ten steps: one slow step and nine equal ones.
+    """Return the mean and the sample standard deviation of ten steps: one slow step and nine equal ones.
 
     If all but one of n numbers are equal, their standard deviation is the distance between the outlier and the
     other numbers, divided by the square root of n.
@@ -38,8 +38,8 @@ def flops_of_step(step: pd.Series) -> dict[str, float]:
     matrices account for the rest.
 
     Returns:
-        a dict with ``tokens``, ``weights`` (the number of weights in matmuls), ``weights_tflop``,
-            ``attention_tflop`` and ``total_tflop``.
+        A dictionary with ``tokens``, ``weights`` (the number of weights in matmuls), ``weights_tflop``,
+        ``attention_tflop`` and ``total_tflop``.
     """
     shape: dict[str, Any] = {name: int(step[name]) for name in ("context_length", "batch_size", "vocab_size")}
     config = StepConfig(study="benchmark", device="cpu", size=step["size"], **shape)
@@ -64,7 +64,7 @@ def tokens_to_hide(gpus: int, gradient_bytes: int, tflops: float, gb_per_s: floa
     bytes of the gradients over each link. Both times are proportional to P, so P cancels out.
 
     Args:
-        gradient_bytes: bytes of one parameter's gradient.
+        gradient_bytes: bytes per element of the gradients.
         tflops: rate of the matmuls in TFLOP/s.
         gb_per_s: bus bandwidth of the all-reduce.
     """
@@ -81,7 +81,7 @@ def best_bucket(gradients_gib: float, ms_per_gib: float, call_us: float) -> dict
     Args:
         gradients_gib: s, the size of all gradients.
         ms_per_gib: 1 / w, the time that an all-reduce takes per GiB.
-        call_us: o, the fixed time that each all-reduce takes in addition.
+        call_us: o, the fixed time that each all-reduce adds.
     """
     total_ms, call_ms = gradients_gib * ms_per_gib, call_us / 1e3
     count = (total_ms / call_ms) ** 0.5

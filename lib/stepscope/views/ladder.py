@@ -1,8 +1,8 @@
 """Define the ladder's views: a training step from the fp32 baseline to the fastest, one optimization at a time.
 
-A speedup is a ratio of GPU times unless it is called a wall speedup. For a wall speedup, if either step is
-launch-bound, the fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN`
-count as noise.
+A speedup is a ratio of GPU times unless it is called a wall speedup. If either step is launch-bound, a wall
+speedup compares the fastest steps, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` count as
+noise.
 """
 
 from itertools import combinations
@@ -89,9 +89,10 @@ def rates(data: Views) -> pd.DataFrame:
     * ``sustained_...``: measured while large bf16 matmuls run back to back for a second; medians over the runs,
       except for the minima and maxima. ``hottest_sustained_tflops`` is from the run with the highest power.
     * ``sheet_bf16_tflops``: the data sheet's rate, which applies at the SM clock ``sheet_clock_mhz``.
-    * ``..._second_moment``: a second moment that should decrease, after updates in fp32, or in bf16 with one of
-      two rounding modes.
-    * ``..._numbers``: how many results of the optimizer kernel were compared with NumPy, and how many differ.
+    * ``..._second_moment``: the final value of a second moment that should decrease; it is stored in fp32, or in
+      bf16 with one of two rounding modes.
+    * ``..._numbers``: the number of the optimizer kernel's results that were compared with NumPy, and the number
+      that differ.
     """
     results = _with_device(data, data.table("ladder.results"))
     results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
@@ -104,7 +105,7 @@ def rates(data: Views) -> pd.DataFrame:
 
 
 def _with_device(data: Views, rows: pd.DataFrame) -> pd.DataFrame:
-    """Add each run's ``device`` to its rows."""
+    """Add a column with the ``device`` of each row's run."""
     devices = data.table("runs")[["run_id", "device"]].drop_duplicates("run_id")
     return rows.merge(devices, on="run_id", how="left", validate="many_to_one")
 
@@ -187,8 +188,8 @@ def steps(data: Views) -> pd.DataFrame:
     * ``launch_bound``: when steps run back to back, the CPU takes longer to enqueue a step than the GPU takes to
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
       number of kernels.
-    * ``power_limited``: NVML names the power cap as a reason for a lowered clock. Where the
-      driver reports no reasons, the GPU draws over 95% of its power limit.
+    * ``power_limited``: NVML names the power cap as a reason for a lowered clock or, where the driver reports no
+      reasons, the GPU draws over 95% of its power limit.
     * ``inconsistent``: for a power-limited step whose profiled steps differ by more than 3%, a description of the
       difference; otherwise empty.
     * ``mean_...`` and costs per token: costs are sums over steps, so they are computed from the mean step time,
@@ -235,7 +236,7 @@ def steps(data: Views) -> pd.DataFrame:
 
 
 def _measured(data: Views) -> pd.DataFrame:
-    """Return the rows of :func:`steps` without the columns that compare steps."""
+    """Return the rows of :func:`steps` without the columns that compare a step with other steps."""
     rows = _with_device(data, data.table("ladder.steps"))
     rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
     columns = ["parameters", "matmul_bf16", "copy"]
@@ -299,7 +300,7 @@ def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
 
 
 def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
-    """Return the wall-time speedups of ``rows`` over ``others``; speedups within the noise are missing."""
+    """Return the wall-time speedups of ``rows`` over ``others``; speedups that may be noise are missing."""
     waits = rows.launch_bound | others.launch_bound.eq(True)
     speedup = (others.wall_ms / rows.wall_ms).mask(waits, others.wall_min_ms / rows.wall_min_ms)
     is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
@@ -312,7 +313,7 @@ def _without_noise(speedup: pd.Series) -> pd.Series:
 
 
 def timed(data: Views, names: list[str]) -> pd.DataFrame:
-    """Return the named optimizations' measured steps."""
+    """Return the steps of the named optimizations that were timed."""
     rows = data["steps"]
     return rows[rows.optimization.isin(names) & rows.wall_ms.notna()]
 
@@ -356,9 +357,9 @@ def ablations(data: Views) -> pd.DataFrame:
 
     * ``slowdown_ratio``: the GPU time without the optimization divided by the GPU time with it (wall times for the
       CUDA graph); missing if the difference is too small to be conclusive.
-    * ``repeat_ratio``: the longer GPU time divided by the shorter one, for a step that one process measured twice.
-      (Removing bf16 weights gives the step with the CUDA graph again, and removing bf16 moments gives the step
-      with bf16 weights again.) ``power_limited`` is true if both measurements were power-limited.
+    * ``repeat_ratio``: for a step that one process measured twice, the longer GPU time divided by the shorter
+      one. (Without bf16 weights, the step is the one with the CUDA graph again; without bf16 moments, it is the
+      one with bf16 weights again.) ``power_limited`` is true if both measurements were power-limited.
     """
     rows = timed(data, [*WITHOUT])
     left_out = rows.optimization.map(dict(zip(WITHOUT, ABLATABLE)))
@@ -416,16 +417,16 @@ RATIOS = [
 def baselines(data: Views) -> pd.DataFrame:
     """Return one row per case and Hugging Face Llama variant, compared with two of our model's steps.
 
-    ``ours_...`` describes our fastest step. ``torch_adamw_...`` describes our step with PyTorch's AdamW: as a CUDA
-    graph, before bf16 weights and moments.
+    Columns ``ours_...`` describe our fastest step. Columns ``torch_adamw_...`` describe our step with PyTorch's
+    AdamW, which is the CUDA graph before bf16 weights and moments.
 
     * ``fastest_without_mask``: true for the fastest variant without an explicit attention mask; our model doesn't
       use one either.
     * ``speedup``: the speedup of our fastest step over Llama, in wall time; ``low_precision_speedup``: the speedup
       of our fastest step over our step with PyTorch's AdamW, in GPU time.
     * ``gpu_ratio``, ``attention_ratio``: the GPU times of Llama's step and of its attention, divided by the same
-      times of our step with PyTorch's AdamW; ``substituted_ratio``: ``gpu_ratio`` if Llama's attention took as
-      long as ours.
+      times of our step with PyTorch's AdamW; ``substituted_ratio``: what ``gpu_ratio`` would be if Llama's
+      attention took as long as ours.
     * ``same_kernels``: both models run attention kernels with the same names; ``cudnn_attention``: Llama's
       attention kernels are from cuDNN.
     """
@@ -476,8 +477,9 @@ def _attention(data: Views) -> pd.DataFrame:
 def fp8(data: Views) -> pd.DataFrame:
     """Return one row per case whose fully optimized step was measured both in bf16 and with FP8 matmuls.
 
-    ``gpu_speedup`` compares GPU times; ``speedup`` is the same, but missing if under 3%. ``clear_gain`` is true if
-    the speedup is at least 3% and FP8's wall time is shorter by more than either step's interquartile range.
+    ``gpu_speedup`` is FP8's speedup in GPU time; ``speedup`` is the same, but missing if it is under 3%.
+    ``clear_gain`` is true if the speedup is at least 3% and FP8's wall time is shorter by more than either step's
+    interquartile range.
     """
     rows = timed(data, ["fp8"])
     bf16 = _same_case(rows, timed(data, [LAST]))
@@ -548,9 +550,9 @@ def training(data: Views) -> pd.DataFrame:
 
 
 def _pairs(losses: pd.DataFrame, baseline: str) -> list[tuple[str, tuple]]:
-    """Return the pairs to compare.
+    """Return the pairs of loss curves to compare.
 
-    A pair has a kind, and two columns of ``losses`` (optimization, seed).
+    A pair is a kind and two column names of ``losses``, each an optimization and a seed.
     """
     seeds = [column for column in losses if column[0] == baseline]
     others = [column for column in losses if column[0] != baseline and column[1] == seeds[0][1]]

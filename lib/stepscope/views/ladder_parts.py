@@ -1,4 +1,6 @@
-"""Divide a step's time into parts. FLOPs and bytes come from formulas, and times come from profiled kernels."""
+"""Define views that divide a step's time into parts.
+
+FLOPs and bytes come from formulas, and times come from profiled kernels."""
 
 import pandas as pd
 
@@ -47,7 +49,7 @@ def causal_flops(config: StepConfig) -> float:
 
 
 def attention_bytes(config: StepConfig) -> int:
-    """Return the bytes that a step's fused attention must move, with 2 bytes per number.
+    """Return the number of bytes that a step's fused attention must move, at 2 bytes per number.
 
     Forward reads the queries, keys and values and writes the output once; backward moves all four and their
     gradients.
@@ -58,7 +60,7 @@ def attention_bytes(config: StepConfig) -> int:
 
 
 def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
-    """Return the bytes that a step's matmuls must move: both inputs and the output, once per matmul.
+    """Return the number of bytes that a step's matmuls must move: each matmul's inputs and output, once.
 
     Args:
         width: bytes per number.
@@ -103,14 +105,15 @@ def _tera_per_s(amount: pd.Series, ms: pd.Series) -> pd.Series:
     studies=["ladder"],
 )
 def parts(data: Views) -> pd.DataFrame:
-    """Return one row per profiled step and part; the parts' ``ms`` add up to the wall time, "the step".
+    """Return one row per profiled step and part; the parts' ``ms`` add up to the wall time of the part "the step".
 
     "between kernels" is the wall time minus the kernel time; it is negative if the profiled step's kernels took
     longer than the median timed step.
 
-    * ``reference_ms``: for matmuls and attention, the time that their FLOPs (of attention, on and below the
-      diagonal) take at the rate of a large bf16 matmul; for AdamW, the time to move its bytes at the copy's rate;
-      0 for all other parts, and missing with FP8. ``over_ms`` is ``ms - reference_ms``.
+    * ``reference_ms``: for matmuls and attention, the time that their FLOPs take at the rate of a large bf16
+      matmul (attention's FLOPs count only scores on and below the diagonal); for AdamW, the time to move its
+      bytes at the copy's rate; 0 for all other parts, and missing with FP8.
+    * ``over_ms``: the difference ``ms - reference_ms``.
     * ``sustained_ms``: the time that ``flops`` take at the sustained rate; ``memory_traffic_ms``: the time to move
       ``bytes`` at the copy's rate.
     * ``tflops``, ``tb_per_s``: achieved rates.
@@ -179,7 +182,7 @@ def _attention(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
-    """Sort rows by a column, with its values in the given order."""
+    """Sort rows so that a column's values are in the given order."""
     return rows.sort_values(column, key=lambda values: values.map(order.index), kind="stable")
 
 
@@ -195,10 +198,10 @@ def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
     studies=["ladder"],
 )
 def roofline(data: Views) -> pd.DataFrame:
-    """Return one row per part of a ladder's first and last steps, which are fp32 and fully optimized.
+    """Return one row per part of the ladder's fp32 step and of its fully optimized step.
 
-    Intermediate steps are omitted, because they mix numbers of two widths. Each byte that must be read or written
-    counts once:
+    Steps between these two are omitted, because they mix numbers of two widths. Each byte that must be read or
+    written counts once:
 
     * matmuls: :func:`matmul_bytes`, in fp32 including the matmuls of naive attention;
     * fused attention: :func:`attention_bytes`;
@@ -252,7 +255,7 @@ def _work(step: pd.Series) -> pd.DataFrame:
 
 
 def _per_layer(config: StepConfig, numbers: tuple[int, int]) -> int:
-    """Return a layer's total over all tokens; ``numbers`` gives multiples of d_model and d_ff per token."""
+    """Return a layer's count over all tokens, given the count per token as multiples of d_model and d_ff."""
     of_model, of_ff = numbers
     tokens = config.batch_size * config.context_length
     per_token = of_model * config.d_model + of_ff * config.d_ff

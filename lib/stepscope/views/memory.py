@@ -1,4 +1,4 @@
-"""Define the memory study's views: contents of memory peaks, code that allocates memory, and checkpoints."""
+"""Define the memory study's views: what memory holds at its peaks, which code allocates it, and checkpoints."""
 
 from collections.abc import Callable
 
@@ -73,7 +73,7 @@ def peaks(data: Views) -> pd.DataFrame:
 
     The phase "total" gives the mode's highest peak; it is the only phase with a prediction. ``reserved_ratio`` is
     the reserved memory divided by the peak. ``beyond_formula_bytes`` is the requested memory minus the formula's
-    prediction. ``begins_backward`` is true if the peak occurs in the loss's or the last block's backward pass.
+    prediction. ``begins_backward`` is true if the peak occurs in the backward pass of the loss or the last block.
     """
     frame = _ordered(data.table("memory.peaks"), ["mode"])
     last_layer = frame["size"].map({size: shape.num_layers - 1 for size, shape in SIZES.items()})
@@ -110,9 +110,9 @@ def peak_kinds(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def stage_peaks(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and mode that fits, with each stage's peak and details of the overall peak.
+    """Return one row per configuration and mode that fits, with each stage's peak and details of the highest peak.
 
-    The details are the stage in which the overall peak occurs, the memory that the allocator's rounding adds, and
+    The details are the stage in which the highest peak occurs, the memory that the allocator's rounding adds, and
     the reserved memory.
     """
     frame = data["peaks"]
@@ -143,7 +143,7 @@ def timeline(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def allocations(data: Views) -> pd.DataFrame:
-    """Return one row per group of equal tensors allocated by the same line of code.
+    """Return one row per group of equally large tensors that the same line of code allocates.
 
     ``what`` is "allocated in forward" (only the largest groups are recorded), "saved by a block" or "gradients of
     a block" (all groups are recorded). ``sum_share`` is the group's share of all tensors that a block saves, or of
@@ -172,7 +172,7 @@ def allocations(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_memory(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, with a block's memory for saved tensors and for gradients.
+    """Return one row per configuration, with the memory of one block's saved tensors and gradients.
 
     ``formula_...`` is computed from the dimensions (:mod:`stepscope.model.accounting`); ``saved_ratio`` is the
     saved memory divided by the gradients' memory. ``residual_mib`` is the size of one fp32 residual stream tensor,
@@ -200,7 +200,7 @@ def block_memory(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_operations(data: Views) -> pd.DataFrame:
-    """Return the memory saved for backward, by operation, in fp32 configurations with naive attention.
+    """Return the memory that each operation saves for backward, for fp32 configurations with naive attention.
 
     :data:`OPERATION_FORMULAS` predicts the memory; the view adds its share of all memory that the block saves, and
     its rank by size. Records don't contain the memory by operation, because they name only the line of code that
@@ -247,7 +247,7 @@ def _by_formula(
 
 
 def _configs(frame: pd.DataFrame) -> list[StepConfig]:
-    """Return each row's configuration, as a step on a GPU."""
+    """Return the configuration of each row as that of a step on a GPU."""
     fields = [name for name in STEP if name != "expandable_segments"]
     configs = [StepConfig(**row, device="cpu") for row in frame[fields].to_dict("records")]
     return [config.model_copy(update={"device": "cuda"}) for config in configs]
@@ -283,15 +283,15 @@ def _configs(frame: pd.DataFrame) -> list[StepConfig]:
 def checkpoints(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode, number of blocks and checkpoint policy, with peak memory and time.
 
-    ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpointing, and ``gpu_wall_ratio`` is
-    GPU time divided by wall time. ``beyond_state_gib`` is
-    the peak minus the state (weights and gradients).
+    ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpointing. ``gpu_wall_ratio`` is GPU
+    time divided by wall time. ``beyond_state_gib`` is the peak minus the state (weights and gradients).
 
-    ``best_group`` is the number of blocks per checkpoint, k (a real number), that minimizes the memory for N/k
-    inputs (``input_mib`` each) and for what k blocks save (``block_saved_mib`` each): k = sqrt(N x input / saved).
-    ``added_gib`` is the memory that each block after a checkpoint's first block adds to the peak. By formula, it
-    is the memory that a block saves minus its gradients' memory, because the peak occurs when backward reaches the
-    first checkpoint, and by then the gradients of all later blocks are allocated.
+    ``best_group`` is the number of blocks per checkpoint, k (a real number), that minimizes the total memory of
+    N/k checkpoint inputs (``input_mib`` each) and of the tensors that k blocks save (``block_saved_mib`` per
+    block): k = sqrt(N x input / saved). ``added_gib`` is the memory that each block after a checkpoint's first
+    block adds to the peak. By formula, it is the memory that a block saves minus its gradients' memory, because
+    the peak occurs when backward reaches the first checkpoint, and by then the gradients of all later blocks
+    are allocated.
     """
     frame = data.table("memory.checkpoints")
     frame = frame.rename(columns={"expected_saved_gib": "formula_saved_gib"})
@@ -328,7 +328,7 @@ def _group_text(blocks: float) -> str:
 
 
 def _checkpoint_by_formula(config: StepConfig) -> dict[str, float]:
-    """Return the sizes in MiB of a block's input, saved tensors and gradients."""
+    """Return the sizes of a block's input, saved tensors and gradients, in MiB."""
     return {
         "input_mib": value("4X", config) / MIB,
         "block_saved_mib": _saved_bytes(config) / MIB,
@@ -337,7 +337,7 @@ def _checkpoint_by_formula(config: StepConfig) -> dict[str, float]:
 
 
 def _saved_bytes(config: StepConfig) -> int:
-    """Return the memory in bytes that a block saves for backward, including autocast's copies of its weights."""
+    """Return the bytes that a block saves for backward, including the weight copies that autocast caches."""
     formulas = formulas_of(config)
     return value(formulas.saved, config) + value(formulas.weight_cache, config)
 
@@ -350,9 +350,9 @@ def _saved_bytes(config: StepConfig) -> int:
 def memory_savings(data: Views) -> pd.DataFrame:
     """Return one row per configuration and measured change, with the memory before and after the change.
 
-    The key is the configuration before the change. ``measure`` names the memory that is compared: the
-    full step's peak, the memory that it reserves, or the peak of forward and backward. ``less_share`` is
-    1 - after / before.
+    The key is the configuration before the change. ``measure`` names the memory that is compared: the full
+    step's peak, the full step's reserved memory, or the peak of forward and backward. ``less_share`` is 1 -
+    after / before.
     """
     totals = data["peaks"]
     steps = totals[(totals["mode"] == "step") & (totals["phase"] == "total")]
@@ -426,10 +426,10 @@ def _have(frame: pd.DataFrame, values: dict) -> pd.Series:
 def predictions(data: Views) -> pd.DataFrame:
     """Return one row per handout size, context length and precision, with the predicted peak of the full step.
 
-    The step is the one in the assignment: naive attention and PyTorch's default AdamW. ``state_gib`` is the memory
-    for weights, gradients and AdamW's two moments in fp32, 16 bytes per parameter. ``growing_share`` is the share
-    that grows with the context length: saved tensors, and temporaries unless they belong to AdamW. ``runs_out`` is
-    true if the step was measured and ran out of memory.
+    The step is the one in the assignment, with naive attention and PyTorch's default AdamW. ``state_gib`` is the
+    memory for weights, gradients and AdamW's two moments in fp32, 16 bytes per parameter. ``growing_share`` is the
+    share of the peak that grows with the context length: saved tensors, and temporaries except AdamW's.
+    ``runs_out`` is true if the step was measured and ran out of memory.
     """
     steps = [
         written_step(size, context_length=context, precision=precision)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Define mixed_precision's views: steps in TF32, bf16 and fp16 compared with fp32, and tests of number formats.
 
-One process measured all of a configuration's precisions. bf16 and fp16 use autocast over fp32 weights.
+All precisions of a configuration were measured in one process. bf16 and fp16 use autocast with fp32 weights.
 """
 
 import math
@@ -122,11 +122,9 @@ def _kernel_times(data: Views) -> pd.DataFrame:
 
 
 def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the rows of precisions below fp32, and for each row, the fp32 row of the same case.
+    """Return the rows with a precision below fp32, and a table that pairs each with its case's fp32 row.
 
-    Both tables have the same index.
-
-    Cases that were not measured in fp32 are omitted.
+    Both tables have the same index. Cases that were not measured in fp32 are omitted.
 
     Args:
         table: a table indexed by CASE.
@@ -148,8 +146,8 @@ def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 def precision_times(data: Views) -> pd.DataFrame:
     """Return one row per configuration and precision, with wall times as text, such as "21.4 (16.2 to 22.3)".
 
-    The text gives the median and the quartiles in ms, and for a launch-bound part also the fastest time ("at best
-    13.5"). ``steps``, tokens/s and memory describe the full step.
+    The text gives the median and the quartiles in ms; for a launch-bound part, it also gives the fastest time ("at
+    best 13.5"). ``steps``, tokens/s and memory describe the full step.
     """
     keys = [*KEY, "precision"]
     times = data.table("mixed_precision.times")
@@ -188,7 +186,7 @@ def _numbers(data: Views, experiment: str) -> pd.DataFrame:
 
 
 def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
-    """Return an experiment's values with one column per quantity, and keep the order of the rows."""
+    """Return an experiment's values with one column per quantity, in the order of the rows."""
     rows = _numbers(data, experiment)
     table = rows.pivot(index=keys, columns="quantity", values="value")
     made = pd.MultiIndex.from_frame(rows[keys].drop_duplicates())
@@ -226,7 +224,7 @@ def autocast_dtypes(data: Views) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def layer_norm(data: Views) -> pd.DataFrame:
-    """Return one row per precision, part of LayerNorm and ``scale``, the standard deviation of its normal inputs.
+    """Return one row per precision, part of LayerNorm and ``scale`` (the standard deviation of the normal inputs).
 
     ``error`` is the median relative error against float64, with inf and NaN counted as 1. ``lost_share`` is the
     share of values that are inf, NaN or incorrectly 0; ``is_lost`` is true if it exceeds one in a thousand.
@@ -280,10 +278,10 @@ def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
     studies=["mixed_precision"],
 )
 def layer_norm_parts(data: Views) -> pd.DataFrame:
-    """Return one row per part of LayerNorm, with the errors and value-losing input scales of fp16 and bf16.
+    """Return one row per part of LayerNorm, with its errors, and the input scales at which it loses values.
 
-    The scales are text: ``..._loses`` is, for example, "0.1 and less, 100 and more", and ``..._loses_below`` is
-    then "0.1". The errors are measured at scale 1.
+    Each column is given for fp16 and for bf16. The scales are text: if ``..._loses`` is "0.1 and less, 100 and
+    more", then ``..._loses_below`` is "0.1". The errors are measured at scale 1.
     """
     rows = data["layer_norm"]
     keys = [*KEY, "part"]
@@ -300,7 +298,7 @@ def layer_norm_parts(data: Views) -> pd.DataFrame:
 
 
 def _ends(below: pd.Series, above: pd.Series) -> list[str]:
-    """Describe the scales that lose values: "0.1 and less, 100 and more", or "none"."""
+    """Describe the scales at which values are lost, for example as "0.1 and less, 100 and more" or "none"."""
     texts = []
     for less, more in zip(below, above):
         ends = [f"{less} and less"] if pd.notna(less) else []
@@ -315,7 +313,7 @@ def _ends(below: pd.Series, above: pd.Series) -> list[str]:
     studies=["mixed_precision"],
 )
 def rounded_gradients(data: Views) -> pd.DataFrame:
-    """Return one row per precision, comparing the gradients of the first step with the gradients in fp32.
+    """Return one row per precision, comparing the first step's gradients with its gradients in fp32.
 
     "fp16, unscaled" is fp16 without loss scaling. ``zero_share`` is the share of elements that are 0 only in
     this precision; ``norm_error`` and ``loss_error`` are the relative errors of the gradient norm and the loss.

@@ -34,8 +34,8 @@ _COMMON = re.compile(
 def profile_runs(data: Views) -> pd.DataFrame:
     """Return one row per configuration, with the ``tool`` that recorded its profiles and a check of our sums.
 
-    ``same_as_nsys`` is true if our sum of the times of all operations equals the sum in the tool's own reports to
-    the nanosecond; it is missing if the tool makes no reports.
+    ``same_as_nsys`` is true if our sum of all operations' durations equals the sum in the tool's own reports, to
+    the nanosecond. It is missing if the tool makes no reports.
     """
     results = data.table("nsys.results")
     if "nsys_ns" not in results:  # runs without nsys lack this column
@@ -76,11 +76,11 @@ def profile_times(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode and phase, with the median times of unprofiled and profiled passes.
 
     Unprofiled passes are timed only in total. Their columns are the median ``wall_ms`` and its quartiles, the CPU
-    time ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` lasts from the NVTX range's
-    push to its pop, ``projected_ms`` lasts from the start of the range's first operation to the end of its last
-    operation, and ``gpu_ms`` is the time in which at least one operation runs. ``named_operations`` counts one
-    pass's operations in the tables by kernel; a profile is ``conserved`` if each profiled pass runs exactly this
-    number of operations.
+    time ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` is the time from the NVTX
+    range's push to its pop, ``projected_ms`` is the time from the start of the range's first operation to the end
+    of its last, and ``gpu_ms`` is the time during which at least one operation runs. ``named_operations`` is the
+    number of operations of one pass in the tables by kernel; a profile is ``conserved`` if each profiled pass runs
+    exactly this number of operations.
 
     ``projected_ratio`` is projected_ms / wall_ms, and ``projected_error`` is the distance of this ratio from 1.
     ``single_error`` is the largest such distance for a single profiled pass. A pass is ``slowed`` if wall_ms is
@@ -108,7 +108,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
 
 def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Return the median times of the profiled passes in ms, and the extremes of times and operation counts."""
+    """Return the profiled passes' median times in ms, and the extremes of their times and operation counts."""
     passes = clocks[clocks["profiled"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
     operations = passes["operations"]
@@ -160,9 +160,10 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
     studies=["nsys", "benchmark", "mixed_precision"],
 )
 def profiler_agreement(data: Views) -> pd.DataFrame:
-    """Return one row for each pair of a profile's phase and another study's run that used torch.profiler.
+    """Return one row per phase of a profile and run of another study that profiled the same step.
 
-    ``gpu_error`` is the difference between the GPU times of the two studies, relative to the other study's time.
+    The other studies use torch.profiler. ``gpu_error`` is the difference between the two GPU times, relative to
+    the time in the other study.
     """
     keys = [*KEY, "mode", "phase"]
     ours = data["profile_times"][[*keys, "gpu_ms"]]
@@ -212,8 +213,8 @@ def _in_process(data: Views, study: str) -> pd.DataFrame:
 def profile_kernels(data: Views) -> pd.DataFrame:
     """Return one row per profile and kernel, with its GPU time in one pass, its share of the total, and ``place``.
 
-    ``place`` is 1 for the kernel that takes the most time. A model of ``blocks`` Transformer blocks launches a
-    kernel ``per_block`` times in each block, and ``beyond_blocks`` times outside the blocks.
+    ``place`` is 1 for the kernel that takes the most time. In a model of ``blocks`` Transformer blocks, each block
+    launches the kernel ``per_block`` times, and the rest of the model launches it ``beyond_blocks`` times.
     """
     keys = [*KEY, "mode"]
     operations = (
@@ -270,8 +271,8 @@ def profile_categories(data: Views) -> pd.DataFrame:
     """Return one row per profile, phase ("total" for all) and kernel category, with GPU time and share.
 
     The share is relative to the GPU time of the complete profile. ``other_place`` ranks a phase's non-matmul
-    categories by time, starting with 1 for the longest. Attention's softmax is a separate category that includes
-    all of its kernels.
+    categories by time, where 1 takes the longest. Attention's softmax is a separate category that includes all of
+    its kernels.
     """
     keys = [*KEY, "mode", "phase"]
     groups = _and_total(_operations(data)).groupby([*keys, "column", "kernel_category"], sort=False)
@@ -286,8 +287,8 @@ def profile_categories(data: Views) -> pd.DataFrame:
 def _operations(data: Views) -> pd.DataFrame:
     """Return one pass's operations in each profile, by region and kernel.
 
-    ``of_name`` is the category that follows from the kernel's name; ``kernel_category`` differs only for
-    attention's softmax, which is a separate category. ``column`` names the size and mode.
+    ``of_name`` is the category that follows from the kernel's name. ``kernel_category`` differs from it only for
+    attention's softmax, which is a separate category. ``column`` names the size and the mode.
     """
     rows = data.table("nsys.operations").rename(columns={"kernel_category": "of_name"})
     category = detailed_category(rows.assign(kernel_category=rows["of_name"]))
@@ -302,7 +303,7 @@ def _operations(data: Views) -> pd.DataFrame:
 
 
 def _longest_first(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Sort each group's rows by GPU time, longest first, but keep the order of the groups."""
+    """Sort the rows of each group by GPU time, longest first, and keep the order of the groups."""
     group = rows.groupby(keys, sort=False).ngroup()
     return rows.assign(group=group).sort_values(["group", "gpu_ms"], ascending=[True, False], kind="stable")
 
@@ -314,9 +315,9 @@ def _named(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def readable(names: Iterable[str]) -> dict[str, str]:
-    """Return a short name for each distinct kernel, or a longer name if two kernels would share the short one.
+    """Return a short name for each distinct kernel, or a longer one for kernels whose short names are equal.
 
-    sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma... becomes
+    For example, sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma... becomes
     sm80_xmma_gemm_tn_128x128x8_2x2x1_ffma.
     """
     long = short_names(names, 200)
@@ -353,11 +354,11 @@ def readable(names: Iterable[str]) -> dict[str, str]:
 def profiled_attention(data: Views) -> pd.DataFrame:
     """Return one row per configuration, with the times of Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``).
 
-    Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
-    d_model per layer; ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer. ``time_share`` and
-    ``flops_share`` are the time and the FLOPs of softmax, divided by the time and the FLOPs of both matmuls. The
-    scores of a layer take ``matrix_bytes`` in fp32. Softmax moves eight times this amount in each layer, which
-    adds up to ``softmax_bytes`` over all layers.
+    Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls: 2 B T²
+    d_model FLOPs per layer. ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer.
+    ``time_share`` and ``flops_share`` are the time and the FLOPs of softmax, divided by the time and the FLOPs of
+    both matmuls. A layer's scores take ``matrix_bytes`` in fp32. Softmax moves eight times this amount in each
+    layer, which adds up to ``softmax_bytes`` over all layers.
     """
     rows = _attention_times(data)
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index").reindex(rows["size"]).set_axis(rows.index)
@@ -406,8 +407,8 @@ def _attention_times(data: Views) -> pd.DataFrame:
 def attention_at_peak_rates(data: Views) -> pd.DataFrame:
     """Return one row per configuration and GPU, with the times that attention would take at peak rates.
 
-    ``copy_ms`` is the time to move the bytes of softmax at the rate of a large copy; ``matmul_ms`` is the time of
-    both matmuls at the rate of a large fp32 matmul.
+    ``copy_ms`` is the time to move softmax's bytes at the rate of a large copy. ``matmul_ms`` is the time that
+    both matmuls would take at the rate of a large fp32 matmul.
     """
     rows = data["profiled_attention"].merge(data["rates"], how="cross")
     copy_ms = rows["softmax_bytes"] / rows["copy_tb_per_s"] / 1e9
@@ -440,9 +441,9 @@ def attention_at_peak_rates(data: Views) -> pd.DataFrame:
 def profile_answers(data: Views) -> pd.DataFrame:
     """Return answers to the assignment's questions (a) to (e), with one row per configuration.
 
-    (b) The ``kernel`` with the most time in forward, its launches and share; ``stays_first`` is true if it also
-    takes the most time in forward + backward. ``both_kernel`` takes the most time in forward + backward.
-    (c) The largest non-matmul category in forward.
+    (b) ``kernel`` is the kernel that takes the most time in forward, with its launches and its share;
+    ``both_kernel`` takes the most time in forward + backward; ``stays_first`` is true if they are the same.
+    (c) The non-matmul category that takes the most time in forward.
     (d) ``matmul_ratio`` is the matmuls' time in a full step divided by their time in forward.
     """
     times = data["profile_times"]
@@ -464,7 +465,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
 
 
 def _by_category(data: Views) -> pd.DataFrame:
-    """Return each configuration's matmul times and shares, and the largest other category in forward."""
+    """Return each configuration's matmul times and shares, and forward's longest non-matmul category."""
     categories = data["profile_categories"].query("phase == 'total'").set_index(KEY)
     matmul = categories[categories["kernel_category"] == MATMUL]
     found = {}
@@ -493,7 +494,7 @@ def launch_timeline(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "mode"], columns=["busy"], studies=["nsys"])
 def launch_timeline_busy(data: Views) -> pd.DataFrame:
-    """Return one row per window, with the share of its first millisecond in which an operation runs."""
+    """Return one row per window, with the share of its first millisecond during which an operation runs."""
     groups = data["launch_timeline"].groupby([*KEY, "mode"], sort=False)
     busy = {key: busy_share(rows) for key, rows in groups}
     index = pd.MultiIndex.from_tuples(busy, names=[*KEY, "mode"])

@@ -1,4 +1,4 @@
-"""Define the your_model study's views: the optimizations of a user's model, and its time by module."""
+"""Define the your_model study's views: the optimizations of a user's model, and the time of each module."""
 
 import math
 
@@ -41,5 +41,5 @@ def model_steps(data: Views) -> pd.DataFrame:
     studies=["your_model"],
 )
 def model_modules(data: Views) -> pd.DataFrame:
-    """Return one row per module, with its GPU time in the last eager step; on a CPU, the time of its operators."""
+    """Return one row per module, with its GPU time in the last eager step (on a CPU, its operators' time)."""
     return data.table("your_model.modules")

@@ -23,8 +23,8 @@ class Config(RunConfig):
 
     The attention has one head of ``d_model`` dimensions and no projections.
 
-    ``timed_steps`` is the number of timed passes, each of which is a forward and its backward. ``context_length``
-    is the longest of ``context_lengths``.
+    ``timed_steps`` is the maximum number of timed passes; a pass is a forward pass followed by its backward pass.
+    ``context_length`` is the longest of ``context_lengths``.
     """
 
     study: Literal["attention"] = "attention"
@@ -52,7 +52,7 @@ class Config(RunConfig):
     def set_context_length(cls, values: Any) -> Any:
         """Sort ``context_lengths``, remove duplicates, and set ``context_length`` to the longest.
 
-        Values of other types stay unchanged until the fields are validated.
+        Leave values of other types unchanged; field validation then rejects them.
         """
         if not isinstance(values, dict):
             return values

@@ -57,7 +57,10 @@ def time_and_memory(
 
 
 def _message(timed: pd.DataFrame, metric: str) -> str:
-    """Compare the slowest and the fastest implementation at the longest context length that two or more ran."""
+    """Return a title that compares the slowest implementation with the fastest.
+
+    They are compared at the longest context length that at least two implementations ran.
+    """
     counts = timed.groupby("context_length")["name"].nunique()
     counts = counts.clip(upper=2)
     length = counts.index[counts == counts.max()].max()
@@ -91,7 +94,7 @@ def _tick_label(value: float, position: int) -> str:
 
 
 def _label_lengths(axes: Axes, lengths: list[int]) -> None:
-    """Label the context lengths, except for lengths that are too close to a longer labeled length."""
+    """Label the context lengths, but skip lengths that are too close to a longer labeled length."""
     labeled = [lengths[-1]]
     for length in reversed(lengths):
         if length * MIN_TICK_RATIO <= labeled[-1]:

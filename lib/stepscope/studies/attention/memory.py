@@ -1,7 +1,7 @@
-"""Predict the memory of one forward and backward pass of attention from formulas.
+"""Predict, by formula, the peak memory of one forward and backward pass of attention.
 
-Shapes: B is the batch size, T the context length, d the head dimension. All formulas count the bytes in use at the
-peak, which is in backward.
+B is the batch size, T the context length, and d the head dimension. All formulas count the bytes in use at the
+peak, which occurs in backward.
 """
 
 # The number of (B, T, T) matrices at the peak. Naive attention keeps the exponentials of the scores and the
@@ -24,7 +24,7 @@ MAKING_MASK = 10
 
 
 def element_bytes(precision: str) -> int:
-    """Return the bytes of one element of q, k and v."""
+    """Return the number of bytes per element of q, k and v."""
     return 2 if precision in ("bf16", "fp16") else 4
 
 
@@ -35,7 +35,7 @@ def peak_parts(
     context_length: int,
     precision: str,
 ) -> dict[str, int]:
-    """Return the bytes of each kind of tensor in use at the peak of a forward and backward pass.
+    """Return the bytes that each kind of tensor takes at the peak of a forward and backward pass.
 
     Kinds with 0 bytes are omitted.
 
@@ -81,7 +81,7 @@ def _hidden_count(name: str, element: int) -> int:
 
 
 def _query_bytes(name: str, element: int) -> int:
-    """Return the bytes kept per query.
+    """Return the number of bytes that are kept per query at the peak.
 
     Naive softmax keeps one number of ``element`` bytes, "math" keeps none, and other kernels keep two fp32
     numbers.
@@ -100,9 +100,10 @@ def needed_bytes(
     context_length: int,
     precision: str,
 ) -> int:
-    """Return the peak number of bytes in use, which may occur during the creation of FlexAttention's mask.
+    """Return the predicted peak memory in bytes.
 
-    The arguments are the same as for :func:`peak_parts`.
+    With FlexAttention, the peak may occur while the mask is created. The arguments are the same as those of
+    :func:`peak_parts`.
     """
     batch, d, context_length = int(batch), int(d), int(context_length)
     peak = sum(peak_parts(name, batch, d, context_length, precision).values())

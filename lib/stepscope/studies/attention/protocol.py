@@ -3,13 +3,14 @@
     cases = [("naive", 64), ("flash", 64)]
     results = measure_passes(cases, prepare, check, config)
     results.cases     one row per implementation, context length and phase
-    results.checks    the errors of every implementation that ran
+    results.checks    the errors of every case that ran
 
-A pass is one forward and its backward. The order matters, because launches stay slower once a profiler has run
-in a process:
+A pass is a forward pass followed by its backward pass. The order matters, because launches stay slower once a
+profiler has run in a process:
 
-1. Run every case once, and compare its output and gradients with float64.
-2. Measure the memory of one pass of each correct case, then time passes for the configured seconds.
+1. Run every case once, and compare its output and gradients with a float64 reference.
+2. Measure the memory that one pass of each correct case uses, then time passes for the configured number of
+   seconds.
 3. Profile a few passes of each case, and report the GPU time of the fastest pass.
 4. Check the readings. Impossible readings are measured again, at most twice.
 
@@ -68,18 +69,19 @@ def measure_passes(
     check: Check,
     config: Config,
 ) -> Results:
-    """Measure every case by the protocol above.
+    """Check, time and profile every case, in the order that the module's docstring describes.
 
     Args:
         cases: pairs of implementation and context length, grouped by context length.
-        prepare: creates the mask for an implementation and its inputs, and returns the forward pass as a function
-            of q, k and v.
-        check: compares this function with float64. The arguments of ``check`` are the function, the inputs, and
-            the output and the gradients of q, k and v in float64. It returns the errors by quantity, and the
-            reason why the implementation is wrong ("" if it is correct). A wrong implementation is never timed.
+        prepare: called with an implementation's name and the inputs. It creates the mask, and returns the forward
+            pass as a function of q, k and v.
+        check: compares this function with a float64 reference. ``check`` is called with the function, the inputs,
+            and a list of the float64 output and the float64 gradients of q, k and v. It returns the errors by
+            quantity, and the reason why the implementation is wrong ("" if it is correct). A wrong implementation
+            is never timed.
 
-    If an error or an interrupt ends the call, the exception's attribute ``results`` has the measurements so far;
-    in a notebook, read ``sys.last_value.results``.
+    If an error or an interrupt ends the call, the exception's attribute ``results`` contains the measurements made
+    so far; in a notebook, read ``sys.last_value.results``.
     """
     device_gib = measure.device_bytes(config.device) / 2**30
     protocol = Protocol(cases, prepare, check, config, device_gib)
@@ -95,7 +97,7 @@ def measure_passes(
 
 @dataclass
 class Protocol:
-    """The state of one :func:`measure_passes` call."""
+    """The state of one call of :func:`measure_passes`."""
 
     cases: Sequence[Case]
     prepare: Prepare
@@ -128,7 +130,7 @@ class Protocol:
         return self.config.device
 
     def with_inputs(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Inputs]]:
-        """Yield each case with the inputs of its context length, then free gradients and cached memory."""
+        """Yield each case with inputs of its context length; after each case, free gradients and cached memory."""
         cases_by_length: dict[int, list[Case]] = {}
         for case in cases:
             cases_by_length.setdefault(case[1], []).append(case)
@@ -143,7 +145,7 @@ class Protocol:
     # Check
 
     def check_cases(self) -> None:
-        """Run every case once, compare it with float64, and set its status."""
+        """Run every case once, compare its results with a float64 reference, and set its status."""
         expected: list[Tensor] = []
         expected_length = 0
         for case, inputs in self.with_inputs(self.cases):
@@ -197,7 +199,7 @@ class Protocol:
         self.clocks_mhz[case] = measure.sm_clock_mhz()
 
     def time_passes(self, call: Call, inputs: Inputs) -> pd.DataFrame:
-        """Time as many passes as fit into the configured seconds; return the passes' times in ms by phase."""
+        """Time as many passes as fit into the configured time; return each pass's times in ms by phase."""
         config = self.config
         budget_ms = config.max_seconds_per_case * 1e3
         phases = measure.Phases("cpu")  # use the host's clock, because each phase ends with a synchronization
@@ -231,13 +233,13 @@ class Protocol:
     # Profile
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile cases; if a case was profiled before, the new operations replace the earlier operations."""
+        """Profile cases, and replace the operations of cases that were profiled before."""
         with measure.StepProfiler(self.device) as profile:
             for case, inputs in self.with_inputs(cases):
                 with measure.out_of_memory(self.unprofiled, case):
                     self.profile_case(case, inputs, profile)
         self.operations |= dict(list(profile.operations.groupby(["case", "phase"])))
-        self.profiler_error = profile.reason or "the profile lacks its kernels"
+        self.profiler_error = profile.reason or "the profile contains none of its kernels"
 
     def profile_case(self, case: Case, inputs: Inputs, profile: measure.StepProfiler) -> None:
         call = self.prepare(case[0], inputs)
@@ -250,7 +252,7 @@ class Protocol:
     # Check the readings
 
     def repeat_impossible(self) -> None:
-        """Measure cases with impossible readings again; mark readings that stay impossible, but keep them."""
+        """Measure cases with impossible readings again, at most twice; rows mark readings that stay impossible."""
         for _ in range(measure.TRIES - 1):
             impossible: dict[Case, str] = {}
             for row in self.rows(self.walls):
@@ -305,7 +307,7 @@ class Protocol:
         }
 
     def gpu_times(self, case: Case, phase: str) -> dict[str, Any]:
-        """Return the GPU time and operations of the fastest profiled pass, and the name of the longest kernel."""
+        """Return the GPU time and operation count of the fastest profiled pass, and the longest kernel's name."""
         if (case, phase) not in self.operations:
             return {"reason": self.profiler_error}
         operations = self.operations[case, phase]
@@ -315,7 +317,7 @@ class Protocol:
         return fastest | {"kernel": kernel_ns.idxmax()[:MAX_KERNEL_NAME]}
 
     def end_early(self, reason: str) -> None:
-        """Mark the cases that have not been timed."""
+        """Set the status of cases that have not been timed to "failed", with the reason."""
         for case in self.cases:
             outcome, _ = self.status.get(case, ("ok", ""))
             if case not in self.walls and outcome == "ok":

@@ -65,9 +65,9 @@ def tables(frames: Tables) -> Tables:
 
     The table has one row per implementation and context length.
 
-    In addition to memory, it has ``wall_ms``, ``gpu_ms`` and ``predicted_mib``, the peak by formula. ``gpu_ms`` is
-    missing if GPU time exceeds wall time by more than :data:`MAX_BUSY` allows. Both times are missing if the case
-    is inconsistent.
+    In addition to the measured memory, it contains ``wall_ms``, ``gpu_ms`` and ``predicted_mib``, the peak
+    memory by formula. ``gpu_ms`` is missing if GPU time exceeds wall time by more than :data:`MAX_BUSY` allows.
+    Both times are missing if the case is inconsistent.
     """
     cases = frames["cases"]
     key = [*CONFIG, *CASE]
@@ -90,7 +90,7 @@ def tables(frames: Tables) -> Tables:
 
 
 def run_tables(config: Config, frames: Tables) -> Tables:
-    """Return one run's tables, with the names and columns of a report of all runs."""
+    """Return one run's tables, with the same names and columns as in a report on all runs."""
     fields = {field: getattr(config, field) for field in CONFIG}
     with_fields = {name: frame.assign(**fields) for name, frame in frames.items()}
     all_tables = with_fields | tables(with_fields)

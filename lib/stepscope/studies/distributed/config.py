@@ -10,10 +10,10 @@ from stepscope.config import StepConfig
 
 @dataclass(frozen=True)
 class Strategy:
-    """A function of :mod:`stepscope.optimizations.distributed_step` with its options.
+    """A strategy: a function of :mod:`stepscope.optimizations.distributed_step` with its options.
 
     Args:
-        control: the strategy that does the same computation without communication, or "" if this strategy doesn't
+        control: the strategy that does the same computation without communication; "" if this strategy doesn't
             communicate.
         is_compiled: whether the model's blocks are compiled.
     """
@@ -56,7 +56,7 @@ StrategyName = Literal[tuple(STRATEGIES)]  # type: ignore[valid-type]
 
 
 class Config(StepConfig):
-    """A run that measures a training step with several strategies on several GPUs of one machine."""
+    """A run that measures a training step under several strategies, on several GPUs of one machine."""
 
     study: Literal["distributed"] = "distributed"
     # The step is the one in fast_step.py, with bf16 autocast.

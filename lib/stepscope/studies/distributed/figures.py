@@ -27,7 +27,7 @@ def label(strategy: str) -> str:
 
 
 def where_time_goes(parts: pd.DataFrame) -> style.Picture | None:
-    """Draw a bar per strategy with the parts of its profiled step; a tick marks the unprofiled step's median.
+    """Draw a bar per strategy with the parts of its profiled step; a tick marks the unprofiled steps' median.
 
     Args:
         parts: the result of :func:`stepscope.studies.distributed.tables.parts`.
@@ -48,7 +48,7 @@ def draw_parts(message: str, parts: pd.DataFrame) -> style.Picture:
 
     Args:
         message: the title.
-        parts: the columns of :data:`PARTS` in ms, and wall_ms; the index names the bars.
+        parts: the columns of :data:`PARTS` in ms, and wall_ms. The index contains the bars' labels.
     """
     rows = parts[[f"{part}_ms" for part in PARTS]].set_axis(list(PARTS), axis=1)
     drawn, axes = style.figure(message, 1.4 + 0.32 * len(rows))
@@ -77,7 +77,7 @@ def draw_streams(message: str, timeline: pd.DataFrame) -> style.Picture:
     """Draw two rows per step, compute and communication.
 
     Args:
-        timeline: columns name (of the step), part, start_ms and duration_ms; gaps too short to see are filled.
+        timeline: the columns name (of the step), part, start_ms and duration_ms. Gaps too short to see are filled.
     """
     names = list(timeline["name"].unique())
     drawn, panels = style.figure(
@@ -98,7 +98,7 @@ def draw_streams(message: str, timeline: pd.DataFrame) -> style.Picture:
 
 
 def without_gaps(pieces: pd.DataFrame, min_gap_ms: float) -> list[tuple[float, float]]:
-    """Return intervals as (start, duration) in ms, joined across shorter gaps."""
+    """Return intervals as (start, duration) in ms, joined across gaps shorter than ``min_gap_ms``."""
     spans: list[tuple[float, float]] = []
     for start_ms, duration_ms in pieces.sort_values("start_ms")[["start_ms", "duration_ms"]].to_numpy():
         if spans and start_ms - sum(spans[-1]) < min_gap_ms:

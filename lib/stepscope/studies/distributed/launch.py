@@ -1,7 +1,7 @@
 """Measure strategies on several GPUs: start the ranks, wait for their results, and read their profiles.
 
 results = measure_strategies(config, naive=naive)
-results.steps        a row per strategy: wall time, time of the communication on its own, memory, power
+results.steps        a row per strategy: wall time, time of the communication alone, memory, power
 results.ranks        a row per strategy and rank: the mean profiled step and its parts
 results.kernels      GPU time by strategy, rank and kernel category
 results.timeline     one step of rank 0, for a figure
@@ -49,12 +49,12 @@ BUS_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 class DistributedError(StepscopeError, RuntimeError):
-    """An error for ranks that can't be started."""
+    """Raised when the ranks can't be started."""
 
 
 @dataclass
 class Results:
-    """A run's tables, whose columns are defined in :mod:`stepscope.studies.distributed.tables`."""
+    """A run's tables; :mod:`stepscope.studies.distributed.tables` defines their columns."""
 
     steps: pd.DataFrame
     ranks: pd.DataFrame
@@ -73,16 +73,16 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
     """Measure a configuration's strategies, and return the tables.
 
     Args:
-        functions: functions that replace functions of :mod:`stepscope.optimizations.distributed_step`, by name.
-            Their source code is copied to the ranks, where it can use the names that this module defines. Also
-            pass any other functions that they call.
+        functions: replacements for functions of :mod:`stepscope.optimizations.distributed_step`, by name. Their
+            source code is copied to the ranks, where it can use the names that ``distributed_step`` defines. If a
+            replacement calls other functions of yours, pass those, too.
 
     Raises:
         DistributedError: If this process sees fewer GPUs than the configuration needs.
     """
     if config.device == "cuda" and torch.cuda.device_count() < config.gpus:
         raise DistributedError(
-            f"gpus: got {config.gpus}, but this process can use only {torch.cuda.device_count()} GPUs"
+            f"gpus: got {config.gpus}, but this process can use only {torch.cuda.device_count()}"
         )
     profile_names = [f"{name}{PROFILE}" for name in config.names]
     names = config.names + [COLLECTIVES] * config.collectives + profile_names + [NUMERICS] * config.numerics
@@ -115,10 +115,10 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
 
 
 def run_ranks(config: Config, folder: Path, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Start the ranks, and restart them after each failure, until every measurement has a result or has failed.
+    """Start the ranks, and restart them after each failure until every measurement has succeeded or failed.
 
     Args:
-        folder: the folder for results.
+        folder: the folder into which the ranks write their results.
         names: the names of the measurements.
 
     Returns:
@@ -141,7 +141,7 @@ def run_ranks(config: Config, folder: Path, names: Sequence[str]) -> dict[str, t
 
 
 def _run_once(config: Config, folder: Path, names: list[str]) -> str:
-    """Run the ranks for these measurements; return why they ended early, or "" if they ended normally."""
+    """Run the ranks for these measurements; return the reason if they end early, otherwise ""."""
     command = [
         sys.executable,
         "-m",
@@ -172,7 +172,7 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
 
 
 def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
-    """Wait for the ranks to end; if they failed or took too long, return the reason, otherwise ""."""
+    """Wait for the ranks to exit; return the reason if they fail or time out, otherwise ""."""
     finished: list[str] = []
     since = time.monotonic()
     while process.poll() is None:
@@ -184,25 +184,28 @@ def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
         limit_s = LIMIT_S if finished else FIRST_LIMIT_S
         if time.monotonic() - since > limit_s:
             return f"a rank hung: no result after {limit_s} s"
-    return f"the ranks ended with {process.returncode}" if process.returncode else ""
+    return f"the ranks exited with status {process.returncode}" if process.returncode else ""
 
 
 def _failure(folder: Path, name: str, reason: str) -> tuple[str, str]:
-    """Return the status and reason that a rank wrote; if none did, add the last line of output to ``reason``."""
+    """Return the status and the reason of a failed measurement, from the error that a rank wrote.
+
+    If no rank wrote an error, the reason is ``reason`` with the last line of the ranks' output.
+    """
     with suppress(OSError, ValueError):
         error = json.loads((folder / ERROR).read_text())
         if error["name"] == name:
             return error["status"], error["reason"]
     lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
     last = one_line(lines[-1], 200) if lines else "no output"
-    return "failed", f"{reason or 'a rank ended without a result'} ({last})"
+    return "failed", f"{reason or 'a rank exited without a result'} ({last})"
 
 
 # -- profiles -------------------------------------------------------------------------------------------------
 
 
 def read_profiles(config: Config, folder: Path, names: Sequence[str]) -> dict[str, list[Device]]:
-    """Read the profiles of all ranks in parallel; return the profiled GPUs by strategy, in rank order."""
+    """Read the profiles of all ranks in parallel; return each strategy's profiled GPUs, ordered by rank."""
     paths = [folder / f"{name}.rank{rank}.trace.json" for name in names for rank in range(config.gpus)]
     read = partial(load_capture, step="step", on_cpu=config.device == "cpu")
     captures: list[Capture]
@@ -216,7 +219,10 @@ def read_profiles(config: Config, folder: Path, names: Sequence[str]) -> dict[st
 
 
 def ranks_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
-    """Return a row per strategy and rank, with the mean profiled step, its parts, and all of its communication."""
+    """Return a row per strategy and rank, with the times of the mean profiled step and its parts.
+
+    The row also contains the communication time, including communication that overlaps with compute.
+    """
     rows = []
     for name, gpus in profiles.items():
         comparison = compare_ranks(gpus)
@@ -238,7 +244,7 @@ def ranks_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
 
 
 def kernels_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
-    """Return the number and GPU time of each rank's kernels per step, by category.
+    """Return the number and the GPU time of each rank's kernels in a step, by category.
 
     GPU time is the sum of the kernels' durations in ms.
     """
@@ -267,7 +273,7 @@ def kernels_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
 
 
 def timeline_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
-    """Return the intervals in which each part of rank 0's median step runs, with short gaps closed."""
+    """Return the intervals in which each part of rank 0's median step runs, with short gaps filled."""
     tables = []
     for name, gpus in profiles.items():
         gpu = gpus[0]
@@ -351,9 +357,9 @@ def _measures(config: Config, ranks: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def collectives_table(config: Config, rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return the collectives' times with the bus bandwidth in GB/s: the rate of a link in each direction.
+    """Return the collectives' times, and their bus bandwidth in GB/s.
 
-    The definition is the same as in nccl-tests.
+    Bus bandwidth is the rate of a link in each direction, as defined by nccl-tests.
     """
     table = pd.DataFrame(rows, columns=["kind", "mib", "time_ms"])
     share = (config.gpus - 1) / config.gpus

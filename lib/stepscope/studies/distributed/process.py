@@ -45,7 +45,7 @@ GIB, MIB = 2**30, 2**20
 
 
 class Memory:
-    """Use hooks to record the peak memory before and during the optimizer's step.
+    """Hooks that record the peak memory before and during the optimizer's step.
 
     On a CPU, the peaks are NaN.
     """
@@ -70,7 +70,7 @@ class Memory:
             self.note("peak_optimizer_gib")
 
     def note(self, part: str) -> None:
-        """Record the peak since the last call as the peak of this part."""
+        """Record the peak since the previous call as the peak of this part of the step."""
         if self.is_on and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
             self.peaks[part] = torch.cuda.max_memory_allocated() / GIB
             self.highest_gib = max(self.highest_gib, self.peaks[part])
@@ -84,7 +84,7 @@ class Memory:
 
 
 class Rank:
-    """The measurements of one rank, and the state that they share."""
+    """The measurements that one rank makes, and the state that they share."""
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
@@ -99,7 +99,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def build(self, strategy: Strategy, precision: str = "bf16") -> tuple[Model, Batch]:
-        """Build the model, which is the same on all ranks, and a batch of tokens, which differs between ranks."""
+        """Build the model, which is the same on all ranks, and this rank's batch of tokens."""
         config = self.config
         torch.manual_seed(config.seed)
         shape = config.d_model, config.d_ff, config.num_layers, config.num_heads
@@ -112,7 +112,7 @@ class Rank:
         return model, batch
 
     def tokens(self, rank: int) -> torch.Tensor:
-        """Return a rank's tokens and targets, (2, B, T)."""
+        """Return a rank's tokens and targets as one tensor, (2, B, T)."""
         config = self.config
         torch.manual_seed(config.seed + 1 + rank)
         shape = 2, config.batch_size, config.context_length
@@ -144,7 +144,7 @@ class Rank:
         return self.agree(int(milliseconds / step_ms) + 1)
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in order."""
+        """Return the values of all ranks, ordered by rank."""
         values = [None] * self.ranks
         dist.all_gather_object(values, value)
         return values
@@ -157,7 +157,7 @@ class Rank:
     # -- strategies ----------------------------------------------------------------------------------------------
 
     def measure(self, name: str) -> None:
-        """Measure a strategy's memory, wall time and power, and the time of its communication on its own."""
+        """Measure a strategy's memory, wall time and power, and the time of its communication alone."""
         strategy = STRATEGIES[name]
         self.memory.restart()
         self.memory.is_on = True
@@ -201,7 +201,7 @@ class Rank:
         return powers | {"power_step_ms": ms / steps}
 
     def communication(self, distributed: Distributed) -> dict[str, Any]:
-        """Time the step's collectives on their own, and count their bytes."""
+        """Time the step's collectives without the rest of the step, and count the bytes that they communicate."""
         messages = distributed.messages()
         if not messages:
             return {"communication_only_ms": [], "messages": 0, "message_gib": 0.0}
@@ -213,10 +213,10 @@ class Rank:
         return {"communication_only_ms": wall_ms, "messages": len(messages), "message_gib": gib}
 
     def profile(self, name: str) -> None:
-        """Profile steps of a strategy.
+        """Profile a few steps of a strategy.
 
-        The first step has no range, because it may be slow, and because the profilers of the ranks don't start at
-        the same time.
+        The first step has no range, because it may be slow, and because the ranks' profilers don't start at the
+        same time.
         """
         strategy = STRATEGIES[name]
         distributed = self.apply(strategy, *self.build(strategy))
@@ -239,7 +239,7 @@ class Rank:
     # -- collectives and numerics --------------------------------------------------------------------------------
 
     def collectives(self) -> None:
-        """Time collectives on their own, 20 at a time, so that the time to launch them is negligible."""
+        """Time each kind and size of collective alone, 20 at a time, so that launch overhead is negligible."""
         sizes_mib = (1, 4, 16, 64, 256, 1024) if self.on_gpu else (1, 4)
         rows = []
         for kind in KINDS:
@@ -252,7 +252,10 @@ class Rank:
         self.write(COLLECTIVES, rows)
 
     def numerics(self) -> None:
-        """Compare each measured strategy with gradient accumulation on one GPU over the batches of all ranks."""
+        """Compare each measured strategy's loss and gradients with those of gradient accumulation on one GPU.
+
+        The GPU accumulates gradients over the batches of all ranks.
+        """
         torch.set_float32_matmul_precision("highest")
         rows = []
         for precision in ("fp32", "bf16"):
@@ -295,7 +298,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def relative_error(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Return the joint norm of all differences, divided by the joint norm of all expected tensors."""
+    """Return the global norm of the differences, divided by the global norm of the expected tensors."""
     difference = torch.stack([(a.double() - b.double()).norm() for a, b in zip(tensors, expected)]).norm()
     return float(difference / torch.stack([b.double().norm() for b in expected]).norm())
 
@@ -306,16 +309,17 @@ def end_with_launcher() -> None:
 
 
 def release(on_gpu: bool) -> None:
-    """Free memory that the process no longer uses."""
+    """Free the memory that the process no longer uses."""
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """Return the status and reason of an error.
+    """Return the status and the reason to record for an error.
 
-    An out-of-memory error may be the cause of a failed graph capture, or may come from NCCL.
+    The status is "oom" even if running out of memory only caused the error, for example a failed graph capture, or
+    if NCCL reports it.
     """
     cause: BaseException | None = error
     while cause is not None:

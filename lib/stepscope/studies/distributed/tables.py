@@ -90,10 +90,10 @@ SCHEMAS = {
 
 
 def efficiency(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Add each strategy's efficiency, and its tokens/s as a multiple of the tokens/s of one GPU (times_one_gpu).
+    """Add each strategy's efficiency, and its throughput as a multiple of one GPU's (``times_one_gpu``).
 
-    Efficiency is the strategy's tokens/s divided by the tokens/s of the same GPUs without communication. The
-    latter come from the fastest step on a single GPU, measured while all GPUs run this step.
+    Efficiency is the strategy's throughput divided by the throughput of the same GPUs without communication. The
+    latter comes from the fastest step that runs on each GPU separately, measured while all GPUs run this step.
     """
     alone = steps.loc[steps["strategy"].str.startswith("alone"), "tokens_per_s"].max()
     efficiency = steps["tokens_per_s"] / alone
@@ -101,10 +101,10 @@ def efficiency(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
 
 
 def parts(steps: pd.DataFrame, ranks: pd.DataFrame) -> pd.DataFrame:
-    """Return the parts of each strategy's profiled step in ms, as means over the ranks, indexed by strategy.
+    """Return the times of the parts of each strategy's profiled step in ms, averaged over the ranks.
 
-    The columns are the :data:`PARTS` (``compute_ms`` and so on), profiled_ms (their sum) and wall_ms (the median
-    of unprofiled steps).
+    The table is indexed by strategy. Its columns are the :data:`PARTS` (``compute_ms`` and so on), profiled_ms
+    (their sum) and wall_ms (the median of unprofiled steps).
     """
     columns = ["profiled_ms", *(f"{part}_ms" for part in PARTS)]
     means = ranks.groupby("strategy", sort=False)[columns].mean()
@@ -115,13 +115,12 @@ def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """Compare the kernels of each strategy with the kernels of its control, which doesn't communicate.
 
     Only categories with the same number of kernels are compared, because a strategy may also copy or cast
-    gradients. Sharded optimizers update fewer parameters than their control, so the optimizer's kernels are then
-    left out, too.
+    gradients. A sharded optimizer updates fewer parameters than the control's, so its kernels are left out, too.
 
     Returns:
-        A table with strategy, control, kernel_category, gpu_ms and alone_ms (durations per step of the strategy
-        and of its control, as means over the ranks), and slowdown (their ratio minus 1). The kernel_category "all"
-        is the sum of the compared categories.
+        A table with strategy, control, kernel_category, gpu_ms and alone_ms (kernel time per step of the strategy
+        and of its control, averaged over the ranks), and slowdown (their ratio minus 1). The kernel_category "all"
+        is the sum over the compared categories.
     """
     rows = kernels[kernels["kernel_category"] != "communication"]
     keys = ["strategy", "kernel_category"]
@@ -139,10 +138,10 @@ def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 
 def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Return the bus bandwidth of each strategy's all-reduces in GB/s, within the step and on their own.
+    """Return the bus bandwidth of each strategy's all-reduces in GB/s, both within the step and alone.
 
-    Within the step, the time of a collective is its time on the rank that arrives last. FSDP and ZeRO-1 are left
-    out, because they use several kinds of collectives.
+    Within the step, the duration of a collective is its duration on the rank that arrives last. FSDP and ZeRO-1
+    are left out, because they use several kinds of collectives.
     """
     sends = steps[(steps["messages"] > 0) & ~steps["strategy"].isin(SHARDED)]
     transfer_ms = ranks.groupby("strategy")["transfer_total_ms"].mean()
@@ -155,10 +154,10 @@ def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFra
 
 
 def memory(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Return each strategy's memory in GiB, and the memory of weights, gradients and moments by formula.
+    """Return each strategy's memory in GiB: measured, and by formula for weights, gradients and moments.
 
-    Each parameter has a weight, a gradient and two moments, with 4 bytes each. FSDP divides all four by the number
-    of ranks, and ZeRO-1 divides only the moments.
+    Each parameter has a weight, a gradient and two moments, of 4 bytes each. FSDP shards all four over the ranks,
+    and ZeRO-1 shards only the moments.
     """
     is_sharded = steps["strategy"].str.startswith("fsdp") & (steps["control"] != "")
     is_zero1 = steps["strategy"] == "zero1"

@@ -1,8 +1,8 @@
-"""Compute a lower bound for a training step's time: its matmuls, plus the optimizer's memory traffic.
+"""Compute a lower bound on a training step's time, from its matmuls and the optimizer's memory traffic.
 
     lower bound  = matmul FLOPs / bf16 matmul rate + bytes x parameters / copy rate
 
-* Matmuls: backward runs two matmuls for each matmul of forward. For attention, only scores on and below the
+* Matmuls: backward runs two matmuls for each matmul in forward. For attention, only scores on and below the
   diagonal count, because a causal model doesn't need the rest. If the linear layers of the blocks use FP8, their
   forward and the gradient of their input count at the FP8 rate.
 * Memory traffic: AdamW reads each parameter's bf16 gradient (2 bytes), fp32 weight (4) and two moments (8, or 4 in
@@ -12,9 +12,10 @@
 
 The two times are added, because the optimizer needs all gradients first. (The roofline model of Williams, Waterman
 & Patterson 2009 takes the maximum instead.) Both rates are measured in the same process, with matmuls and copies
-so large that launches and caches don't matter. They take only milliseconds and run at the highest clock, so no
-step exceeds these burst rates. The sustained rate of a large matmul, once the GPU is power-limited, is only a
-reference and not a bound: a step draws less power and runs at a higher clock, so its matmuls can be faster.
+so large that launches and caches don't matter. These matmuls and copies take only milliseconds and run at the
+highest clock, so no step exceeds their burst rates. The sustained rate of a large matmul, once the GPU is
+power-limited, is only a reference and not a bound: a step draws less power and runs at a higher clock, so its
+matmuls can be faster.
 """
 
 import math
@@ -36,7 +37,7 @@ SUSTAINED_S = 0.5
 
 
 def needed_flops(config: StepConfig) -> float:
-    """Return the FLOPs of one training step's matmuls, without attention's scores above the diagonal."""
+    """Return the FLOPs of one training step's matmuls, excluding attention's scores above the diagonal."""
     forward = forward_flops(config)
     attention = forward["attention.scores"] + forward["attention.value"]
     above_diagonal = (config.context_length - 1) / (2 * config.context_length)
@@ -45,7 +46,7 @@ def needed_flops(config: StepConfig) -> float:
 
 
 def fp8_flops(config: StepConfig) -> float:
-    """Return the FLOPs that FP8 layers run in 8 bits, for forward and for the gradient of the input."""
+    """Return the FLOPs that FP8 layers compute in FP8, which are those of forward and of the input's gradient."""
     forward = forward_flops(config)
     return 2 * sum(forward[region] for region in ("attention.qkv", "attention.output", "ffn"))
 
@@ -54,7 +55,7 @@ def fp8_ceiling(device: str) -> dict[str, float]:
     """Measure ``matmul_fp8``, the burst rate of a large FP8 matmul with row-wise scales, in TFLOP/s.
 
     Returns:
-        A dictionary with the rate, or an empty dictionary if the device has no such matmul.
+        A dictionary with the rate, or an empty dictionary if the device doesn't support such a matmul.
     """
     if not fp8.has_fp8(device):
         return {}
@@ -85,7 +86,8 @@ def lower_bound(
     """Return ``matmul_ms``, ``memory_traffic_ms`` and their sum ``lower_bound_ms``.
 
     Args:
-        precision: "fp8" if the linear layers of the blocks are FP8. Any other precision has the bound of bf16.
+        precision: "fp8" if the linear layers of the blocks use FP8. For any other value, all matmuls count at the
+            bf16 rate.
         moments: the type of AdamW's moments, "fp32" or "bf16".
         ceilings: ``matmul_bf16`` and ``matmul_fp8`` in TFLOP/s and ``copy`` in TB/s, as measured in this run.
     """
@@ -135,7 +137,7 @@ def filling_batch(config: StepConfig, memory_bytes: float) -> int:
     """Return the batch size that fills the memory.
 
     The result is the largest multiple of four sequences for which the fully optimized step is predicted to need at
-    most :data:`MAX_MEMORY_SHARE` of the memory, or four if even four sequences need more.
+    most :data:`MAX_MEMORY_SHARE` of the memory. If even four sequences need more, the result is four.
     """
     max_bytes = MAX_MEMORY_SHARE * memory_bytes
     batch = 4

@@ -1,4 +1,4 @@
-"""Check on the device of a ladder run that the optimizer computes AdamW, and that bf16 moments can decrease."""
+"""Check, on the device of a ladder run, that the optimizer computes AdamW, and that bf16 moments can decrease."""
 
 import math
 
@@ -33,7 +33,7 @@ def stochastic_bf16(
 
     Args:
         x: fp32, of any shape.
-        index: the index of each number among all numbers of the optimizer; integers of the same shape.
+        index: the index of each element among all elements that the optimizer updates; integers of the same shape.
         step: the step's number, starting from 1.
     """
     seed = np.uint32(step * GOLDEN & 0xFFFFFFFF)
@@ -60,13 +60,13 @@ def numpy_adamw(
     gradients: list[np.ndarray],
     first: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute AdamW (Loshchilov & Hutter 2019, algorithm 2) in numpy, with each operation rounded to fp32.
+    """Compute AdamW (Loshchilov & Hutter 2019, algorithm 2) in NumPy, with each operation rounded to fp32.
 
     Args:
         weight: the weights before the first step; fp32, of any shape.
         gradients: one gradient per step, fp32 of the same shape.
-        first: for bf16 moments, the index of the first weight among all numbers of the optimizer; None for fp32
-            moments.
+        first: for bf16 moments, the index of the first weight among all elements that the optimizer updates; None
+            for fp32 moments.
 
     Returns:
         The weights and both moments after the last step.
@@ -93,7 +93,7 @@ def numpy_adamw(
 
 
 def make_parameters() -> nn.ParameterDict:
-    """Return a matrix and a vector of random numbers, which are the same in every call."""
+    """Return a matrix and a vector of random numbers that are the same in every call."""
     generator = torch.Generator().manual_seed(0)
     parameters = nn.ParameterDict()
     for name, shape in SHAPES.items():
@@ -106,7 +106,7 @@ def run_steps(
     steps: int,
     moments: torch.dtype,
 ) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
-    """Run the optimizer with random gradients; return the optimizer, and each step's gradients by parameter."""
+    """Run the optimizer on random gradients; return the optimizer, and each parameter's gradients by step."""
     model = make_parameters().to(device)
     optimizer = MasterAdamW(model, RATE, moments)
     generator = torch.Generator().manual_seed(1)
@@ -122,12 +122,13 @@ def run_steps(
 
 
 def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
-    """Compare the fp32 weights, their copies and both moments after some steps with :func:`numpy_adamw`.
+    """Compare the optimizer's results after some steps with :func:`numpy_adamw`.
 
-    With bf16 moments, the optimizer divides approximately, so weights may differ by the error of a division.
+    The results are the fp32 master weights, the model's copies of them, and both moments. With bf16 moments, the
+    optimizer divides approximately, so weights may differ by the error of a division.
 
     Returns:
-        How many numbers were compared, and how many of them differ.
+        The number of elements that were compared, and the number of elements that differ.
     """
     optimizer, gradients = run_steps(device, FORMULA_STEPS, moments)
     masters = optimizer.masters()
@@ -159,12 +160,11 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
 
 
 def falling_moment() -> dict[str, float]:
-    """Let second moments of 1 decay with gradients of standard deviation 0.5.
+    """Let second moments decay from 1, with gradients of standard deviation 0.5; return their mean at the end.
 
-    Return the mean of the second moments for each rounding mode.
-
-    ``v_fp32`` is not rounded, ``v_stochastic`` is rounded to bf16 stochastically, and ``v_nearest`` is rounded to
-    the nearest bf16.
+    Returns:
+        A dictionary with the mean for each way of storing the moments: ``v_fp32`` without rounding,
+        ``v_stochastic`` rounded stochastically to bf16, and ``v_nearest`` rounded to the nearest bf16.
     """
     generator = torch.Generator().manual_seed(2)
     index = torch.arange(DECAYING_NUMBERS)

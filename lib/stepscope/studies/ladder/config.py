@@ -75,7 +75,7 @@ ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradi
 
 
 class Config(StepConfig):
-    """A run that optimizes a training step in one process, one optimization at a time, starting with fp32."""
+    """A run that optimizes a training step in one process, one optimization at a time, starting from fp32."""
 
     study: Literal["ladder"] = "ladder"
     # Optimizations set these fields themselves.
@@ -99,7 +99,7 @@ class Config(StepConfig):
         invalid = [name for name in ablations if name not in ABLATABLE]
         if invalid:
             raise ValueError(
-                f"ablations: got {', '.join(invalid)}, but the fully optimized step can only be measured without"
-                f" {', '.join(ABLATABLE)}"
+                f"ablations: got {', '.join(invalid)}, but only {', '.join(ABLATABLE)} can be left out of the"
+                " fully optimized step"
             )
         return ablations

@@ -13,7 +13,7 @@ For each optimization and batch size, :meth:`Ladder.measure`
 
 The steps are profiled after everything has been timed, because launches stay slower once a profiler has run in a
 process. Impossible readings are measured again, at most twice. A transform that changes neither operations nor
-numbers is rejected; otherwise, a transform without effect, for example because it sets a misspelled attribute,
+numbers is rejected. Otherwise, a transform that has no effect, for example because it sets a misspelled attribute,
 would get a plausible row.
 
 The learning rate is negligible while steps are timed or profiled, so that all steps run on the same weights.
@@ -57,7 +57,8 @@ class Ladder(Loop):
         build: builds the subject without any optimization, for the row ``fp32``.
         optimizations: transforms, in the order in which they are applied.
         beyond: transforms that are each applied to the fully optimized step.
-        baselines: by name, the function that builds a third-party step, and the transforms that this step needs.
+        baselines: for each name, a function that builds a third-party step, and the transforms that the step
+            needs.
     """
 
     replayed = LAST_EAGER
@@ -109,7 +110,10 @@ class Ladder(Loop):
         optimizations: Sequence[Transform],
         beyond: Sequence[Transform],
     ) -> list[Case]:
-        """Return the fully optimized step with the chunked loss, at the batch size that fills the memory."""
+        """Return the case that fills the memory: the fully optimized step with chunked loss and a large batch.
+
+        Return no case if the configuration doesn't ask for it.
+        """
         if not self.config.fill_memory:
             return []
         memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpu else 0
@@ -141,7 +145,10 @@ class Ladder(Loop):
     # The loop
 
     def measure(self) -> None:
-        """Measure everything. After an interrupt, :attr:`tables` has the measurements so far."""
+        """Measure all cases and the device's limits.
+
+        After an interrupt, :attr:`tables` contains the measurements made so far.
+        """
         first = [case for case in self.cases if case.name != KEEPS_MEMORY]
         last = [case for case in self.cases if case.name == KEEPS_MEMORY]
         compares_trained = any(case.name == "fp8" for case in first)
@@ -162,10 +169,10 @@ class Ladder(Loop):
         self.measure_limits()
 
     def compare_trained_gradients(self) -> None:
-        """Compare the gradients of FP8 and fp32 again, after a hundred training steps.
+        """Compare the gradients of bf16 moments and FP8 with those of fp32 again, after a hundred training steps.
 
-        At random initial weights, the model amplifies the rounding errors of the first block in any number format;
-        at trained weights, it doesn't.
+        With random initial weights, the model amplifies the rounding errors of its first block in any number
+        format; with trained weights, it doesn't.
         """
         batch = self.batch_sizes[0]
         by_name = {case.name: case for case in self.cases if case.batch_size == batch}
@@ -206,7 +213,7 @@ class Ladder(Loop):
         """Reject transforms that change nothing.
 
         A transform changes nothing if the operations, the first loss, the optimizer and its memory, and the launch
-        are the same as before.
+        are the same as without it.
         """
         ladder = [case for case in self.cases if case.name in self.config.optimizations]
         for case in ladder:

@@ -1,7 +1,7 @@
 """Train on text after each optimization, from the same weights, to check that the loss curves agree.
 
-The first optimization trains with three seeds, which shows how much the curve depends on the initial weights. The
-text comes from :mod:`stepscope.model.text`.
+Training is repeated with three seeds for the first optimization, to show how much the loss curve depends on the
+initial weights. The text comes from :mod:`stepscope.model.text`.
 """
 
 import pandas as pd
@@ -33,16 +33,17 @@ def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
 
 
 def train(config: Config, subject: TrainedSubject, name: str) -> pd.DataFrame:
-    """Train with one optimization; return the loss curves (optimization, batch_size, seed, step, loss).
+    """Train with one optimization; return a table of loss curves (optimization, batch_size, seed, step, loss).
 
-    The run's first optimization trains with three seeds, and all others train with the first of these seeds.
+    For the run's first optimization, training is repeated with three seeds. All other optimizations use only the
+    first of these seeds.
 
     Raises:
-        ConfigError: If the vocabulary is smaller than the 256 bytes of the text.
+        ConfigError: If the vocabulary has fewer than 256 tokens, because each of the 256 byte values is a token.
     """
     if config.vocab_size < 256:
         raise ConfigError(
-            f"vocab_size: got {config.vocab_size}, but training needs at least 256, because the text is bytes"
+            f"vocab_size: got {config.vocab_size}, but training needs at least 256, because each byte is a token"
         )
     batch_size = len(subject.batch[0])
     text = text_batches(config.training_steps, batch_size, config.context_length)

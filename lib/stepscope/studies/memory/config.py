@@ -13,8 +13,8 @@ Mode = Literal["forward", "forward_backward", "step"]
 class Config(StepConfig):
     """A run that records every allocation of one step in each of ``modes``.
 
-    With ``blocks_per_checkpoint``, the run instead measures time and peak memory for each listed checkpoint size.
-    With ``nested_blocks``, the run measures each checkpoint policy for each listed number of blocks.
+    If ``blocks_per_checkpoint`` is set, the run instead measures time and peak memory for each listed checkpoint
+    size. If ``nested_blocks`` is set, it measures each checkpoint policy for each listed number of blocks.
     """
 
     study: Literal["memory"] = "memory"
@@ -44,6 +44,6 @@ class Config(StepConfig):
         for blocks in self.blocks_per_checkpoint:
             if blocks > self.num_layers:
                 raise ValueError(
-                    f"blocks_per_checkpoint: got {blocks}, but there are {self.num_layers} blocks"
+                    f"blocks_per_checkpoint: got {blocks}, but the model has only {self.num_layers} blocks"
                 )
         return self

@@ -1,7 +1,7 @@
-"""Find the purpose of each allocation in a recorded history, and the bytes of each kind at each peak.
+"""Classify each allocation in a recorded memory history, and add up the bytes of each kind at each phase's peak.
 
-The kinds are those of :data:`stepscope.model.accounting.KINDS`. A phase's peak is the moment with the most
-requested bytes. Events are allocations and frees, numbered together from the beginning of the history.
+The kinds are those of :data:`stepscope.model.accounting.KINDS`. A phase's peak is the moment when the most bytes
+are requested. Events are allocations and frees, which share one numbering that begins with the history.
 """
 
 import linecache
@@ -25,11 +25,11 @@ from stepscope.traces.memory_snapshot import allocations, portable
 MAX_POINTS = 2000  # rows of a timeline
 MAX_GROUPS = 12  # groups of allocations in forward
 TENSOR = ["line", "region", "tensor", "size"]
-NO_HISTORY = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
+NO_HISTORY = {"status": "unsupported", "reason": "PyTorch records a memory history only for CUDA"}
 
 
 def predicted_peak(config: Config, mode: str) -> dict[str, Any]:
-    """Return the columns of a mode's row "total" that aren't measured."""
+    """Return the predicted columns of a mode's row for the phase "total"."""
     predicted = peak(config, mode)
     return {
         "mode": mode,
@@ -40,13 +40,14 @@ def predicted_peak(config: Config, mode: str) -> dict[str, Any]:
 
 
 def classify(recording: MemoryHistory, config: Config) -> pd.DataFrame:
-    """Return the recorded step's allocations, and classify each by kind.
+    """Return the recorded step's allocations, each with its kind.
 
     The columns are ``size`` (requested bytes), ``allocated_at`` and ``freed_at`` (events), ``line``, ``phase``,
     ``region``, ``layer`` (missing outside the blocks) and ``kind``.
 
-    Gradients are recognized by their addresses. Memory that forward or the loss allocates is "saved for backward"
-    if backward frees it, and "other" if it outlives backward, as logits and loss do while the step refers to them.
+    Gradients are recognized by their addresses. Memory that forward or the loss allocates is "saved for
+    backward" if backward frees it. It is "other" if it outlives backward, as logits and loss do while the step
+    refers to them.
 
     Raises:
         StepscopeError: If the live bytes at the end or peak of a phase differ from the allocator's own count.
@@ -83,7 +84,7 @@ def _phase_names(recording: MemoryHistory) -> list[str]:
 
 
 def _ends(recording: MemoryHistory) -> list[int]:
-    """Return the number of events up to the end of each phase."""
+    """Return the number of events from the start of the step to the end of each phase."""
     return [end.events - recording.start.events for _, _, end in recording.phases]
 
 
@@ -95,11 +96,11 @@ def _phase_of(events: Sequence[int], recording: MemoryHistory) -> np.ndarray:
 
 
 def _classify_weight_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
-    """Set the kind of autocast's cached copies of weights.
+    """Set the kind of the weight copies that autocast caches.
 
-    Such a copy has as many bytes as a bf16 or fp16 copy of the weight, is allocated in the weight's region, and
-    outlives the matmul. If batch size times context length equals a dimension of the weight, the copy of an input
-    can have the same size, and is then counted as a copy of the weight.
+    An allocation counts as such a copy if it has the size of a bf16 or fp16 copy of the weight, is allocated in
+    the weight's region, and outlives the matmul. If batch size times context length equals a dimension of the
+    weight, the copy of an input can have the same size, and is then counted as a copy of the weight.
     """
     weight_copy_bytes = {
         "attention.qkv": 2 * config.d_model**2,
@@ -166,7 +167,7 @@ def _regions(
 
 
 def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
-    """Check that the history agrees with the allocator's counts at the end and the peak of each phase.
+    """Check that the history agrees with the allocator's counts at the end and at the peak of each phase.
 
     Raises:
         StepscopeError: If a count differs, which means that the history is incomplete.
@@ -175,7 +176,7 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
     known_bytes = sum(recording.before.values())
     if known_bytes != start.requested:
         raise StepscopeError(
-            f"{recording.mode}: weights, optimizer state, batch and workspaces are {known_bytes:,}"
+            f"{recording.mode}: weights, optimizer state, batch and workspaces add up to {known_bytes:,}"
             f" bytes, but the allocator reports {start.requested:,}"
         )
     ends = _ends(recording)
@@ -230,8 +231,9 @@ def _bytes_before(recording: MemoryHistory) -> np.ndarray:
 def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> list[dict]:
     """Return one row for the peak of each phase, and one for the mode in total.
 
-    A row has the memory by kind at the peak, and the allocation that reaches the peak. All sizes are in GiB. If a
-    phase begins at its peak, no allocation reaches the peak: the allocation's size is 0, and its layer is NaN.
+    A row contains the memory by kind at the peak, and the allocation that reaches the peak. All sizes are in
+    GiB. If a phase begins at its peak, no allocation reaches the peak; the allocation's size is then 0, and its
+    layer is NaN.
     """
     live = live_bytes(table)
     start = recording.start.events
@@ -261,9 +263,9 @@ def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> 
 
 
 def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
-    """Return the columns of the allocation just before an event.
+    """Return the columns that describe the allocation just before an event.
 
-    If a free precedes the event, the size is 0, the layer is NaN, and the texts are empty.
+    If the event is preceded by a free, the size is 0, the layer is NaN, and the text columns are empty.
     """
     allocated = table[table["allocated_at"] == event - 1]
     if allocated.empty:
@@ -280,8 +282,8 @@ def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
 def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
     """Return the live memory by kind after each event of the step, in GiB, with ``mode``, ``event`` and ``phase``.
 
-    A step with more than :data:`MAX_POINTS` events is divided into stretches, and only the lowest and the highest
-    event of each stretch are returned.
+    A step with more than :data:`MAX_POINTS` events is divided into intervals. For each interval, only the
+    events with the least and the most live memory are returned.
     """
     last = _ends(recording)[-1]
     live = live_bytes(table)[:, : last + 1]
@@ -313,12 +315,13 @@ def group_tensors(
     table: pd.DataFrame,
     order: list[str],
 ) -> pd.DataFrame:
-    """Group tensors with the same :data:`TENSOR` columns; return rows of a run's ``allocations``, largest first.
+    """Group tensors that have the same :data:`TENSOR` columns; return rows of a run's table ``allocations``.
 
     Args:
         what: the value of the column ``what``.
         table: one row per tensor, with ``line``, ``region``, ``tensor`` and ``size`` (bytes).
-        order: the columns to sort by: columns of the table, ``count``, or ``sum`` (size times count).
+        order: the columns to sort by, in descending order: columns of the table, ``count``, or ``sum`` (size times
+            count).
     """
     groups = table.groupby(TENSOR, sort=False).size().reset_index(name="count")
     groups["sum"] = groups["size"] * groups["count"]
@@ -345,9 +348,9 @@ def source_line(line: str) -> str:
 
 
 def model_line() -> tuple[str, str]:
-    """Return the model's innermost running line as "path:line", and the line's region.
+    """Return the innermost running line of the model's code as "path:line", and the name of its region.
 
-    The region is the name in the nearest ``@region`` above the line, or "" if there is none.
+    The region is named by the nearest ``@region`` above the line; it is "" if there is none.
     """
     model = str(transformer.__file__)
     stack = walk_stack(sys._getframe())
@@ -367,7 +370,7 @@ def tables(
     saved: Sequence[tuple[str, str, str, int]] = (),
     gradients: Sequence[int] = (),
 ) -> dict[str, pd.DataFrame]:
-    """Return ``peaks``, ``allocations`` and ``timeline`` of all modes.
+    """Return the tables ``peaks``, ``allocations`` and ``timeline`` for all modes.
 
     A mode that ran out of memory has one row in ``peaks`` with the reason. If there are no recordings, every mode
     has such a row.
@@ -413,7 +416,7 @@ def kept_files(
     recordings: Sequence[MemoryHistory],
     folder: Path,
 ) -> list[Path]:
-    """Write the last mode's snapshot to a folder if the configuration asks for it; return the written paths."""
+    """If the configuration asks for it, write the last mode's snapshot to a folder; return the written paths."""
     if not (config.save_snapshot and recordings and recordings[-1].snapshot):
         return []
     path = folder / "snapshot.pickle"

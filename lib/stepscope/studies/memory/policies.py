@@ -1,10 +1,10 @@
-"""Nested activation checkpoints: policies for N blocks, the memory that they keep, and how often blocks run.
+"""Nested activation checkpoints: policies for N blocks, the memory that each keeps, and how often blocks run.
 
-A policy is a list of parts. A part that is a number is a block, which runs and saves tensors for its backward. A
-part that is a list is a checkpoint: it is itself a policy, and forward keeps only its input. For example,
-``[[0, 1], [2, 3]]`` has two checkpoints of two blocks, and ``[[[0], [1]], [[2], [3]]]`` halves four blocks twice.
-When backward reaches a checkpoint, it runs the checkpoint's parts again, and keeps the inputs of nested
-checkpoints until it reaches them.
+A policy is a list of parts. A part that is a number is a block, which runs and saves tensors for its backward
+pass. A part that is a list is a checkpoint: it is itself a policy, and forward keeps only its input. For
+example, ``[[0, 1], [2, 3]]`` has two checkpoints of two blocks, and ``[[[0], [1]], [[2], [3]]]`` halves four
+blocks twice. When backward reaches a checkpoint, it runs the checkpoint's parts again, and keeps the inputs of
+nested checkpoints until it reaches them.
 
 With one level, √N checkpoints of √N blocks keep O(√N) memory and cost one more forward pass. Recursive halving
 keeps O(log N) memory and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free,
@@ -33,7 +33,10 @@ def uniform(blocks: int, number: int) -> Policy:
 
 
 def halve(blocks: int, first: int = 0) -> Policy:
-    """Halve the blocks recursively, down to a checkpoint for each block; ``first`` is the first block."""
+    """Return a policy that halves the blocks recursively, down to a checkpoint per block.
+
+    ``first`` is the number of the first block.
+    """
     if blocks == 1:
         return [first]
     left = blocks // 2
@@ -45,7 +48,7 @@ def halve(blocks: int, first: int = 0) -> Policy:
 
 
 def from_the_input(blocks: int) -> Policy:
-    """Keep only the first block's input, from which each block is recomputed."""
+    """Return a policy that keeps only the first block's input, from which each block is recomputed."""
     policy: Policy = []
     for block in range(blocks):
         policy = [policy, block] if policy else [block]
@@ -74,7 +77,7 @@ def block_runs(policy: Policy) -> int:
 
 
 def _reruns(policy: Policy) -> int:
-    """Return how often backward runs blocks again."""
+    """Return the number of times that backward runs a block's forward pass again."""
     runs = 0
     for part in policy:
         if isinstance(part, int):
@@ -92,10 +95,10 @@ def saved_bytes(
     block_bytes: int,
     held_bytes: int | None = None,
 ) -> int:
-    """Return the maximum number of bytes that are kept at the same time.
+    """Return the maximum number of bytes that a policy keeps at the same time.
 
     Args:
-        policy: the policy to follow.
+        policy: the policy.
         input_bytes: the bytes of a checkpoint's input.
         block_bytes: the bytes that a block saves for its backward.
         held_bytes: the bytes that are already kept, including the policy's input; by default, only this input.

@@ -40,7 +40,7 @@ LIVE = [kind for kind in KINDS if kind != "rounding"]
 
 
 def column(kind: str) -> str:
-    """Return the name of a kind's column, in GiB."""
+    """Return the name of the column that contains a kind's memory in GiB."""
     return f"{kind.replace(' ', '_')}_gib"
 
 
@@ -138,8 +138,8 @@ def checkpoint_rows(
     Args:
         times, readings: as in :class:`stepscope.measure.Results`.
         expected: values of additional columns by case, such as the predicted peak.
-        block_runs: the number of times that blocks ran forward in one step, by case; only for cases with a
-            complete step.
+        block_runs: the number of forward passes of blocks in one step, by case; only for cases whose step ran to
+            the end.
         blocks: the number of the model's blocks.
     """
     rows = times[times["phase"] == TOTAL].copy()
@@ -163,7 +163,7 @@ def predicted(size: str = "", **fields: str) -> StepConfig:
 
 
 def run_tables(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Return one run's tables, with the names and columns of a report of all runs."""
+    """Return one run's tables, with the same names and columns as in a report on all runs."""
     fields = {name: getattr(config, name) for name in CONFIG}
     return {f"memory.{name}": frame.assign(**fields) for name, frame in frames.items()}
 
@@ -234,7 +234,7 @@ def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
 def one_level(tables: Tables) -> pd.DataFrame:
     """Return the rows of forward and backward with one level of checkpoints, for one model size.
 
-    The size is the one with the most checkpoint settings, or the largest such size.
+    The size is the one with the most checkpoint settings; of several such sizes, it is the largest.
 
     The rows are ordered by context length, and then by blocks per checkpoint. Rows without checkpoints come last.
 
@@ -254,7 +254,7 @@ def one_level(tables: Tables) -> pd.DataFrame:
 
 
 def nested(tables: Tables) -> pd.DataFrame:
-    """Return the rows of nested checkpoints, with each policy's memory in addition to weights and gradients.
+    """Return the rows for nested checkpoints, with the memory that each policy needs beyond weights and gradients.
 
     Raises:
         LookupError: If no run measured nested checkpoints.
@@ -336,7 +336,7 @@ def checkpoint_settings(tables: Tables) -> pd.DataFrame:
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
-    """Return the checkpoint policies of the models with the fewest and the most blocks."""
+    """Return the results of each checkpoint policy for the models with the fewest and with the most blocks."""
     rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
     return _headed(

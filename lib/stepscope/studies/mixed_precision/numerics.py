@@ -1,13 +1,14 @@
-"""Functions for the notebook's experiments on number formats.
+"""Compute the results of the notebook's experiments on number formats.
 
-The results of all experiments are rows of one long table, with the columns :data:`COLUMNS`. ``case`` is the format
-or the variant, and ``at`` is the position on the experiment's axis (a scale or a step; 0 if there is no axis). The
-result is a number (``value``) or the name of a type (``dtype``). Some experiments and their quantities:
+The results of all experiments are rows of one long table, with the columns :data:`COLUMNS`. ``case`` is the
+format or the variant, and ``at`` is the position on the experiment's axis (a scale or a step; 0 if there is no
+axis). The result is a number (``value``) or the name of a dtype (``dtype``). Some of the experiments and their
+quantities are:
 
-* ``norm error``: the median relative error; a value that is inf or NaN has an error of 1.
-* ``norm lost``: the share of values that are inf, NaN or wrongly 0.
+* ``norm error``: the median relative error; a value that is inf or NaN counts as an error of 1.
+* ``norm lost``: the share of values that are inf, NaN or incorrectly 0.
 * ``gradients``: ``zero`` is the share of elements that are 0 in this format but not in fp32. ``norm off`` and
-  ``loss off`` are the relative errors of the gradient norm and the loss, compared with fp32.
+  ``loss off`` are the relative errors of the gradient norm and of the loss, compared with fp32.
 """
 
 from collections.abc import Sequence
@@ -37,13 +38,13 @@ def table(rows: Sequence[tuple]) -> pd.DataFrame:
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Sum the last dimension term by term, with each partial sum in the type of ``x``.
+    """Sum the last dimension term by term, rounding each partial sum to the dtype of ``x``.
 
     Args:
         x: (rows, features).
 
     Returns:
-        (rows, 1).
+        The sums, (rows, 1).
     """
     total = torch.zeros_like(x[..., 0])
     for term in x.unbind(-1):
@@ -52,7 +53,7 @@ def running_sum(x: Tensor) -> Tensor:
 
 
 def error_and_lost(value: Tensor, true: Tensor) -> tuple[float, float]:
-    """Return the median relative error of values, and the share of values that are inf, NaN or wrongly 0."""
+    """Return the median relative error of values, and the share of values that are inf, NaN or incorrectly 0."""
     is_finite = value.isfinite()
     relative_errors = ((value - true) / true).abs()
     errors = relative_errors.where(is_finite, 1.0)

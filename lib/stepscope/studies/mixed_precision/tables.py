@@ -34,7 +34,7 @@ SCHEMAS = {
 
 
 def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
-    """Return one experiment's rows (see ``numerics``), from the first configuration that has them.
+    """Return one experiment's rows (see ``numerics``), from the first configuration that contains them.
 
     Raises:
         LookupError: If no run has results of the experiment.
@@ -47,14 +47,17 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
 
 
 def pivoted(tables: Tables, experiment: str, column: str = "value") -> pd.DataFrame:
-    """Return one experiment with one row per case (and position, if there are any) and one column per quantity."""
+    """Return one experiment's results, with one column per quantity.
+
+    There is one row per case, or one row per case and position if the experiment has positions.
+    """
     rows = numbers(tables, experiment)
     places = ["case", "at"] if rows["at"].any() else ["case"]
     return rows.pivot_table(column, places, "quantity", aggfunc="first", sort=False)
 
 
 def loss_shift(tables: Tables) -> pd.Series:
-    """Return the mean distance between each curve and the first fp32 curve, over the last quarter of the steps."""
+    """Return each loss curve's mean distance from the first fp32 curve, over the last quarter of the steps."""
     curves = numbers(tables, "training").pivot(index="at", columns="case", values="value")
     curves = curves.tail(len(curves) // 4)
     fp32 = curves.pop("fp32, seed 0")
@@ -70,8 +73,8 @@ def sums(tables: Tables) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "sum": results["result"].map("{:.4f}".format),
-            "off by storing 0.01": results["storing"].map("{:.2g}".format),
-            "off by adding": results["adding"].map("{:.2g}".format),
+            "error from storing 0.01": results["storing"].map("{:.2g}".format),
+            "error from adding": results["adding"].map("{:.2g}".format),
         }
     )
 
@@ -92,12 +95,12 @@ def norm_parts(tables: Tables) -> pd.DataFrame:
         columns[f"{precision} loses values at"] = [
             _format_scales(is_bad.index[is_bad[part]]) for part in is_bad
         ]
-        columns[f"{precision} off by, %"] = errors.loc[(precision, 1.0)].to_numpy()
+        columns[f"{precision} error, %"] = errors.loc[(precision, 1.0)].to_numpy()
     return pd.DataFrame(columns)
 
 
 def _format_scales(scales: pd.Index) -> str:
-    """Format the scales at which a part loses values, such as "0.1 and less, 100 and more"."""
+    """Format the scales at which a part loses values, for example as "0.1 and less, 100 and more"."""
     low = [f"{scale:g} and less" for scale in scales if scale < 1]
     high = [f"{scale:g} and more" for scale in scales if scale >= 1]
     ends = low[-1:] + high[:1]
@@ -108,8 +111,8 @@ def gradients(tables: Tables) -> pd.DataFrame:
     results = pivoted(tables, "gradients").rename_axis(index="gradients in", columns=None)
     headings = {
         "zero": "values that become 0, %",
-        "norm off": "norm off by, %",
-        "loss off": "loss off by, %",
+        "norm off": "error of the norm, %",
+        "loss off": "error of the loss, %",
     }
     return results.rename(index=PRECISION_NAMES, columns=headings)
 
@@ -117,7 +120,7 @@ def gradients(tables: Tables) -> pd.DataFrame:
 def training(tables: Tables) -> pd.DataFrame:
     shift = loss_shift(tables).sort_values()
     named = shift.rename(index=PRECISION_NAMES).rename_axis("trained in")
-    return named.to_frame("loss off from fp32's, mean")
+    return named.to_frame("mean difference from fp32's loss")
 
 
 def reading(times: pd.DataFrame, device: str) -> str:

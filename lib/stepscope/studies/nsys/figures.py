@@ -24,7 +24,7 @@ ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # names of lanes,
 
 
 def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
-    """Draw one bar per row; label each part whose share is greater than ``least`` with its share."""
+    """Draw one bar per row; label each part with its share if the share is greater than ``least``."""
 
     def label(name: str, row: int) -> str:
         return number(shares[name].iloc[row], "%")
@@ -35,7 +35,7 @@ def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
 
 @style.look()
 def categories_of(operations: pd.DataFrame, label: str) -> Figure | None:
-    """Draw the shares of kernel categories in the GPU time of each phase; return None if there is no full step.
+    """Draw each kernel category's share of the operations' time, by phase; return None if there is no full step.
 
     Args:
         operations: the table of one run.
@@ -63,12 +63,12 @@ def lanes(
     label: str = "Forward",
     on_cpu: bool = False,
 ) -> Figure | None:
-    """Draw lanes for one millisecond of forward: CPU launches, GPU kernels, and GPU kernels in a CUDA graph.
+    """Draw one millisecond of forward in lanes: CPU launches, GPU kernels, and the kernels of a CUDA graph.
 
     Args:
         timeline: the table of one run; the result is None if the table doesn't contain forward.
         label: the run's name in the title.
-        on_cpu: whether the operations are a CPU's operators.
+        on_cpu: whether the operations are operators that run on a CPU.
     """
     runs = {}
     for mode in ON_GPU:
@@ -79,11 +79,11 @@ def lanes(
         return None
     busy = {mode: number(busy_share(rows), "%") for mode, rows in runs.items()}
     if on_cpu:
-        message = f"{label}: operators run {busy['forward']} of this millisecond"
+        message = f"{label}: operators run for {busy['forward']} of this millisecond"
         return draw_lanes(message, timeline, {"forward": "operators"}, "host")
-    message = f"{label}: the GPU is busy {busy['forward']} of this millisecond"
+    message = f"{label}: the GPU is busy for {busy['forward']} of this millisecond"
     if REPLAYED in runs:
-        message += f", as a CUDA graph {busy[REPLAYED]}"
+        message += f", and {busy[REPLAYED]} as a CUDA graph"
     elif _is_launch_bound(runs["forward"]):
         message += ", and waits for launches"
     names = {mode: ON_GPU[mode] for mode in runs}
@@ -99,8 +99,8 @@ def draw_lanes(
     """Draw one millisecond of forward: a lane of launches, and below it one lane of operations per mode.
 
     Args:
-        names: the names of the lanes of operations, by mode.
-        launcher: the name of the lane of launches.
+        names: the label of each lane of operations, by mode.
+        launcher: the label of the lane of launches.
     """
     height = 1.7 + 0.35 * len(names)
     drawn, axes = style.figure(title, height)
@@ -134,7 +134,7 @@ def _in_window(
     start: str = "start_ns",
     duration: str = "duration_ns",
 ) -> pd.DataFrame:
-    """Return the rows that overlap the first millisecond, which is drawn."""
+    """Return the rows that overlap the first millisecond, which is the part that is drawn."""
     starts = timeline[start]
     ends = starts + timeline[duration]
     return timeline[(starts < DRAWN_NS) & (ends > 0)]

@@ -1,7 +1,7 @@
 """Profile the modes of a training step with Nsight Systems, or with torch.profiler if nsys is missing.
 
     profile = profile_with_nsys(ranged, config)
-    profile.operations   one step of each mode: count and time by phase, region, kernel category and kernel
+    profile.operations   one step of each mode: operation counts and times by phase, region, category and kernel
     profile.clocks       all other steps: wall time, enqueue time and GPU time
     profile.timeline     two milliseconds from the middle of forward, also replayed as a CUDA graph
     profile.events       every operation of one step of forward and of the full step
@@ -72,7 +72,7 @@ WINDOW_NS = 2_000_000
 
 
 def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profile":
-    """Run ``ranged`` for every mode in a separate process, under the profiler, and read the profile.
+    """Run ``ranged`` for every mode in a separate process under the profiler, and read the resulting profile.
 
     If the GPU time of profiled steps exceeds the wall time of unprofiled steps, or if profiled steps differ from
     each other, everything is profiled again, at most twice. Readings that stay impossible are marked.
@@ -81,7 +81,7 @@ def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profi
         ranged: runs one step in NVTX ranges; its arguments are the step, the annotation and ``synchronize``.
 
     Raises:
-        NsysError: If the process failed, or the profiler wrote no file.
+        NsysError: If the process fails or the profiler writes no file.
         ConservationError: If the operations don't add up.
     """
     for _ in range(TRIES):
@@ -137,10 +137,10 @@ class Profile:
 
     Args:
         tool: the profiler and its version.
-        modes: outcomes and unprofiled times of the modes.
+        modes: the outcome and the unprofiled times of each mode.
         trace: every operation of the capture.
         ranges: the NVTX ranges.
-        totals: the number and the time of the operations, by kind.
+        totals: the number of operations and their total time, by kind.
         reports: nsys's CSV reports by name, or an empty dictionary if nsys is missing.
     """
 
@@ -174,7 +174,7 @@ class Profile:
     def impossible(self) -> dict[str, str]:
         """The impossible readings of each mode.
 
-        The result is empty on a CPU, because a CPU's operators are not checked.
+        The result is empty on a CPU, because CPU operators are not checked.
         """
         if self.config.device == "cpu" or not self.has_capture:
             return {}
@@ -224,7 +224,7 @@ class Profile:
         lost_count = len(named) - self.operations["count"].sum()
         if lost_ns or lost_count:
             raise ConservationError(
-                f"the table lacks {lost_count} operations and {lost_ns} ns of the capture"
+                f"the table lacks {lost_count} operations ({lost_ns} ns) that the capture contains"
             )
 
     @cached_property
@@ -247,7 +247,7 @@ class Profile:
 
     @cached_property
     def complete_operations(self) -> pd.DataFrame:
-        """The operations of every step with mode and region, except for modes that ran out of memory."""
+        """Every step's operations with their mode and region, except for modes that ran out of memory."""
         mode_of_step = {step: mode for step, mode in self.mode_of_step.items() if mode in self.named_step}
         operations = self.trace[self.trace["step"].isin(mode_of_step)].copy()
         operations["mode"] = operations["step"].map(mode_of_step)
@@ -271,7 +271,7 @@ class Profile:
 
     @cached_property
     def operations(self) -> pd.DataFrame:
-        """The count and the time of operations in one step of each mode, by phase, region, category and kernel."""
+        """Operation counts and times in one step of each mode, by phase, region, category and kernel."""
         if not self.has_capture:
             return pd.DataFrame(columns=OPERATIONS)
         rows = self.named_operations.astype(dict.fromkeys(OPERATION, str))
@@ -320,9 +320,9 @@ class Profile:
 
     @cached_property
     def timeline(self) -> pd.DataFrame:
-        """The operations during two milliseconds in the middle of forward, eager and replayed as a CUDA graph.
+        """The operations in two milliseconds from the middle of forward, both eager and replayed as a CUDA graph.
 
-        Times are relative to the start of each window.
+        Times count from the start of each of these two windows.
         """
         empty = pd.DataFrame(columns=TIMELINE)
         if not self.has_capture:
@@ -340,7 +340,7 @@ class Profile:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """The operations of one step of forward and of the full step.
+        """The operations of one step in mode "forward" and one in mode "step" (the full step).
 
         They come from nsys's CSV reports, or from the capture itself if there are no reports.
         """
@@ -357,7 +357,7 @@ class Profile:
 
     @cached_property
     def report_check(self) -> pd.DataFrame:
-        """The number and the time of the operations in the CSV reports, and in :attr:`operations`.
+        """The number of operations and their total time, in the CSV reports and in :attr:`operations`.
 
         Raises:
             ConservationError: If the times differ.
@@ -411,15 +411,15 @@ def cut_step(
     mode: str,
     number: int,
 ) -> pd.DataFrame:
-    """From nsys's reports, return the operations that start within one step's projection.
+    """Return the operations in nsys's reports that start within one step's projection onto the GPU.
 
-    nsys's projection of backward has hardly any operations, because another thread launches the kernels of
+    nsys's projection of backward contains hardly any operations, because another thread launches the kernels of
     backward. Therefore, all operations between the loss and the optimizer count as backward.
 
     Args:
         trace: the report ``cuda_gpu_trace``.
         projected: the report ``nvtx_gpu_proj_trace``.
-        mode: the step's mode, for the column ``mode``.
+        mode: the step's mode, which fills the column ``mode``.
         number: the step's index in the capture.
     """
     spans = projected.assign(range=projected["name"].str.rpartition(":")[2])

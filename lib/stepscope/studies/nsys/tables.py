@@ -67,7 +67,7 @@ def tables(frames: Tables) -> Tables:
 
 
 def by_category(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the time of operations in ms, with one row per phase and one column per category, largest first.
+    """Return the operations' time in ms, with one row per phase and one column per category, longest first.
 
     The softmax of attention is a separate category (see :func:`detailed_category`).
     """
@@ -97,9 +97,10 @@ def busy_share(timeline: pd.DataFrame) -> float:
 def step_metrics(clocks: pd.DataFrame) -> pd.DataFrame:
     """Return the median times in ms by mode and phase.
 
-    Unprofiled steps give ``plain_ms`` (wall time) and ``enqueue_ms``, for the total only. Profiled steps give
-    ``host_ms`` (between push and pop of a range), ``projected_ms`` (from the first operation to the last),
-    ``gpu_ms``, and the number of ``operations``.
+    ``plain_ms`` (wall time) and ``enqueue_ms`` come from unprofiled steps, and are known only for the phase
+    "total". The other columns come from profiled steps: ``host_ms`` (from a range's push to its pop),
+    ``projected_ms`` (from the start of the first operation to the end of the last), ``gpu_ms``, and the number
+    of ``operations``.
     """
     is_profiled = clocks["profiled"].astype(bool)
     names = {"host_ns": "host_ms", "projected_ns": "projected_ms", "busy_ns": "gpu_ms"}

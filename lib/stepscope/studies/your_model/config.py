@@ -54,7 +54,7 @@ MEASURES = (
 
 
 class Config(RunConfig):
-    """A run that optimizes the training step of a user's model, one optimization at a time, starting with fp32."""
+    """A run that optimizes the training step of a user's model, one optimization at a time, starting from fp32."""
 
     study: Literal["your_model"] = "your_model"
     # These fields describe the built-in model, and don't apply to a user's model.
@@ -80,12 +80,15 @@ class Config(RunConfig):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The arguments of the function by name."""
+        """The values of the function's keyword arguments, by name."""
         return dict(map(parse_argument, self.arguments.split()))
 
 
 def parse_argument(text: str) -> tuple[str, Any]:
-    """Split "batch=8" into a name and a value, which is a string unless Python reads it as a literal such as 8."""
+    """Split an argument such as "batch=8" into its name and its value.
+
+    The value is a string unless it is a Python literal such as 8.
+    """
     name, _, value = text.partition("=")
     with suppress(ValueError, SyntaxError):
         return name, ast.literal_eval(value)

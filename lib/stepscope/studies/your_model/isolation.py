@@ -1,4 +1,4 @@
-"""Call a function in a new process with a time limit, so that a crash or hang doesn't affect later calls."""
+"""Call a function in a new process with a time limit, so that a crash or a hang doesn't affect later calls."""
 
 import functools
 import multiprocessing
@@ -23,21 +23,22 @@ MAX_PATH = 60  # maximum length of the path of a folder for sockets, whose names
 
 
 class ProcessFailed(StepscopeError, RuntimeError):
-    """An error for a process that ended without a result; the message describes how it ended."""
+    """Raised when a process ends without a result; the message describes how it ended."""
 
 
 def call_isolated(
     function: Callable[..., Any], limit_s: float, *arguments: Any, preload: Sequence[str] = ()
 ) -> Any:
-    """Return ``function(*arguments)`` from a new process.
+    """Call ``function(*arguments)`` in a new process, and return its result.
 
     Args:
         preload: additional modules that the server imports when it starts, at the first call. Modules that aren't
             installed are skipped.
 
     Raises:
-        ProcessFailed: If the process was killed, crashed, or took longer than ``limit_s`` seconds.
-        StepscopeError: If the function raised this error in the new process.
+        ProcessFailed: If the process crashes, is killed, or takes longer than ``limit_s`` seconds, or if the
+            function raises an exception other than a StepscopeError.
+        StepscopeError: If the function raises it.
     """
     current_process()._config.setdefault("tempdir", _short(_folder().name))  # type: ignore[attr-defined]
     # Otherwise, torch would ask the CUDA driver whether there is a GPU, and processes that the server forks
@@ -56,7 +57,7 @@ def call_isolated(
     except EOFError:
         process.join()
         code = process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         raise ProcessFailed(f"its process {how}") from None
     finally:
         with suppress(psutil.Error):
@@ -75,7 +76,7 @@ def _folder() -> TemporaryDirectory:
 
 
 def _short(path: str) -> str:
-    """Return a folder's path, made relative if it is long, because socket paths are limited to 107 bytes."""
+    """Return a folder's path, as a relative path if it is long: socket paths are limited to 107 bytes."""
     return path if len(path) < MAX_PATH else os.path.relpath(path)
 
 

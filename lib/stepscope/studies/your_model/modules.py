@@ -1,6 +1,7 @@
-"""Measure GPU time by module.
+"""Measure the GPU time that each module of a user's model takes.
 
-In forward, ranges around each module assign operations to modules; in backward, autograd's sequence numbers do.
+In forward, a range around each module assigns operations to the module. In backward, autograd's sequence numbers
+assign them.
 """
 
 from collections import Counter
@@ -26,7 +27,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 def folded_paths(model: nn.Module) -> dict[str, str]:
-    """Return a name for each module's path; repeated layers of one type share a name ("layers.*.attention")."""
+    """Return a name for each module, by path; repeated layers of one type share a name ("layers.*.attention")."""
     names = {"": MODEL}
     for path, _ in model.named_modules():
         parent, _, name = path.rpartition(".")
@@ -40,8 +41,8 @@ def folded_paths(model: nn.Module) -> dict[str, str]:
 def time_by_module(subject: UserSubject, device: str) -> pd.DataFrame:
     """Profile an eager step; return one row per module, with the longest total time first.
 
-    A module's time excludes the modules inside it, so the times add up to the step's time. Repeated layers share a
-    row.
+    A module's time excludes the time of the modules inside it, so the times add up to the step's time. Repeated
+    layers share a row.
 
     Returns:
         A table with these columns:

@@ -1,4 +1,4 @@
-"""Measure one row of the ladder, or the time by module, in a process that ends afterwards."""
+"""Measure one row of the ladder, or the time per module, in a process that ends afterwards."""
 
 import os
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class Outcome:
 
 
 class RowLoop(Loop):
-    """The ladder's loop for one case, in which the user's code may raise any exception."""
+    """The ladder's loop for a single case of a user's model, whose code may raise any exception."""
 
     def __init__(self, job: Job):
         super().__init__(job.config)
@@ -182,9 +182,9 @@ class RowLoop(Loop):
         case.numbers = loss, optimizer.__name__, moments, launch.__name__, layouts
 
     def time_first_call(self, subject: UserSubject) -> float:
-        """Return the duration of the first call in s, with dropout on, as in the timed steps.
+        """Return the duration of the first call in s, with dropout enabled, as in the timed steps.
 
-        The comparison with fp32 turns dropout off, and therefore compiles different code.
+        The comparison with fp32 disables dropout, and therefore compiles different code.
         """
         start = default_timer()
         subject.gradients()
@@ -202,7 +202,7 @@ def measure_row(job: Job) -> Outcome:
 
 
 def measure_modules(job: Job) -> pd.DataFrame:
-    """Return the time by module of a job's eager step; see :func:`time_by_module`."""
+    """Return the time per module in a job's eager step; see :func:`time_by_module`."""
     subject = job.build()
     apply(job.transforms, subject)
     subject.find_parameters()

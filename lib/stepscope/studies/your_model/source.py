@@ -40,7 +40,7 @@ PYTHON = sysconfig.get_path("stdlib")
 
 
 class ModelError(StepscopeError, ValueError):
-    """An error for a model that can't be measured; ``trace`` is the traceback of the user's code, or ""."""
+    """Raised when a model can't be measured; ``trace`` is the traceback of the user's code, or ""."""
 
     def __init__(self, message: str, trace: str = ""):
         super().__init__(message)
@@ -52,12 +52,12 @@ class Source:
     """The function that builds a model.
 
     Args:
-        place: a name of the function that :func:`find` accepts in any current directory.
+        place: the function's location, in a form that :func:`find` accepts in any working directory.
         path: the file that defines the function.
         root: the folder from which the file's module is imported.
         module: the module's name.
         function: the function's name.
-        name: the name in records, such as "mine:build".
+        name: the model's name in records, such as "mine:build".
         digest: a digest of the file's text.
     """
 
@@ -71,7 +71,7 @@ class Source:
 
     @property
     def fields(self) -> dict[str, str]:
-        """The fields of a configuration that identify this model."""
+        """The configuration fields that identify this model."""
         return {"model": self.name, "source": self.digest}
 
 
@@ -79,13 +79,13 @@ def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
     """Find a model's function, without running its file.
 
     Args:
-        model: "FILE.py:FUNCTION", "package.module:FUNCTION", or a function of a notebook's cell.
-        folder: the folder for a copy of the cell.
-        digest: a digest of the file's text at the time when a sweep requested this run; an environment variable of
-            the run then names the model. "" outside of sweeps.
+        model: "FILE.py:FUNCTION", "package.module:FUNCTION", or a function that a notebook's cell defines.
+        folder: the folder to which the cell is copied.
+        digest: in a sweep, a digest of the file's text at the time when the run was requested. The environment
+            variable :data:`MODEL` then names the model. Outside a sweep, "".
 
     Raises:
-        ModelError: If there is no such file or function, or its text has changed.
+        ModelError: If the file or the function doesn't exist, or the file has changed since the run was requested.
     """
     if digest:
         model = os.environ.get(MODEL, "")
@@ -121,12 +121,12 @@ def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
         hashlib.sha256(content).hexdigest()[:12],
     )
     if digest not in ("", source.digest):
-        raise ModelError(f"{path.name} was edited since the run was requested; give the command again")
+        raise ModelError(f"{path.name} was edited after the run was requested; run the command again")
     return source
 
 
 def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> tuple[Any, ...]:
-    """Import the file and call the function on the device; return the checked (model, batch, loss or None).
+    """Import the file and call the function on the device; return the checked model, batch, and loss or None.
 
     Raises:
         ModelError: If the file or the function raises, or returns something that can't be trained.
@@ -156,7 +156,10 @@ def reseed(seed: int) -> None:
 
 
 def raised(what: str, error: BaseException) -> ModelError:
-    """Return a ModelError for an exception in the user's code; its traceback begins at the user's first frame."""
+    """Return a ModelError for an exception in the user's code.
+
+    The ModelError's ``trace`` begins at the first frame of the user's code.
+    """
     frames = error.__traceback__
     while frames and not is_users(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -165,7 +168,7 @@ def raised(what: str, error: BaseException) -> ModelError:
 
 
 def checked(built: Any, device: str) -> tuple[Any, ...]:
-    """Check what ``build`` returned, and return it as (model, batch, loss or None).
+    """Check what the user's function returned, and return the model, the batch, and the loss or None.
 
     Raises:
         ModelError: If the model can't be trained on this device.
@@ -174,21 +177,21 @@ def checked(built: Any, device: str) -> tuple[Any, ...]:
     types = [type(part) for part in parts]
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module) or not isinstance(parts[1], dict):
         names = ", ".join(one.__name__ for one in types)
-        raise ModelError(f"build returned {truncated_repr(names)}, but expected {EXPECTED}")
+        raise ModelError(f"expected build to return {EXPECTED}, but it returned {truncated_repr(names)}")
     model, batch, loss = (*parts, None)[:3]
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError("the model has no parameters to train")
+        raise ModelError("the model has no trainable parameters")
     for name, tensor in [*model.named_parameters(), *batch.items()]:
         if isinstance(tensor, Tensor) and tensor.device.type != device:
             raise ModelError(
-                f"{truncated_repr(name)} is on {tensor.device.type}, but expected {device}; build runs under"
-                f' torch.device("{device}"), so create the tensor there or move it with .to("{device}")'
+                f"{truncated_repr(name)}: got a tensor on {tensor.device.type}, but expected {device}; build runs"
+                f' under torch.device("{device}"), so create the tensor there or move it with .to("{device}")'
             )
     return model, batch, loss
 
 
 def user_line(error: BaseException | None) -> str:
-    """Return the innermost location in an error's traceback that belongs to the user's code or its packages.
+    """Return the innermost location in an error's traceback that is in the user's code or in a package it uses.
 
     The format is "router.py:41: ". If there is no such location, the result is "".
     """
