@@ -262,7 +262,7 @@ def test_list_shows_each_runs_status_time_notebook_and_cause(run, tmp_path, tiny
         ["ok", "9", "c", ""],
     ]
     # failed runs don't count as measured
-    assert "2 notebook versions (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
+    assert "2 versions of the notebook (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
 
 
 @pytest.mark.parametrize(

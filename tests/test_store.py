@@ -88,7 +88,7 @@ def test_error_names_the_unreadable_folder(tiny, barred):
         ),
         (
             lambda place: place.rename(place.with_name("other")),
-            "has the record of another run, benchmark/nano",
+            "contains the record of another run, benchmark/nano",
         ),
     ],
 )

@@ -218,7 +218,7 @@ def test_sweep_stops_at_an_invalid_record_without_changing_it(sweep, store, tiny
 
 def test_sweep_rejects_a_folder_with_runs_of_a_different_gpu(sweep, store, tiny):
     put(store, tiny(seed=77), machine={"device_name": "another"})
-    with pytest.raises(SweepError, match="holds runs of 'another'"):
+    with pytest.raises(SweepError, match="contains runs from 'another'"):
         sweep([0])
 
 

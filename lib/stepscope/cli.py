@@ -582,8 +582,8 @@ def profile(
         list[Path],
         typer.Argument(
             help="A capture from nsys (.sqlite, .nsys-rep, or a .csv from nsys stats) or torch.profiler (.json),"
-            " or a PyTorch memory snapshot (.pickle). Files may be gzipped. Several captures are compared as ranks of"
-            " the same step."
+            " or a PyTorch memory snapshot (.pickle). Files may be gzipped. Several captures are compared as ranks"
+            " of the same step."
         ),
     ],
     step: Annotated[
