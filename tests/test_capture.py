@@ -290,7 +290,7 @@ def test_phases_of_parses_phase_options():
     assert phases_of(["forward=Vorwärts", "loss=eval=1"]) == {"Vorwärts": "forward", "eval=1": "loss"}
     assert phases_of([]) is None
     for option in ("forward", "forward=", "=eval"):
-        with pytest.raises(TraceError, match=f"--phase: got '{option}'; expected forward=NAME"):
+        with pytest.raises(TraceError, match=f"--phase: got '{option}', but expected forward=NAME"):
             phases_of([option])
 
 
@@ -460,7 +460,7 @@ def test_capture_with_all_launches_before_the_first_step_is_rejected(tmp_path):
 
 def test_bound_is_unknown_when_there_are_too_few_operations(tmp_path):
     path = write_trace(tmp_path / "a.json", launch(ADD, 0, 5, 10))
-    assert "unknown: the capture has only 1 operation" in line_text(path, "bound")
+    assert "unknown: the capture contains only 1 operation" in line_text(path, "bound")
 
 
 @pytest.mark.parametrize(("known_us", "has_rate"), [(40, False), (60, True)])

@@ -166,7 +166,7 @@ def device_event(category: str | None, name: str = "op") -> dict:
 XLA = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}}
 WITHOUT_KERNELS = {
     "mtia": ([device_event("mtia_ccp_events")] * 3, "has 3 events of the category 'mtia_ccp_events'"),
-    "jax": ([XLA, device_event(None)], "is a trace of XLA .JAX or TensorFlow."),
+    "jax": ([XLA, device_event(None)], "is a trace from XLA .JAX or TensorFlow."),
     "mps": ([device_event("cpu_op", "aten::_mps_convolution")], "no kernels on Apple's GPUs"),
 }
 

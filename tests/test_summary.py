@@ -472,7 +472,7 @@ def test_all_formats_contain_the_same_lines(path):
     text = rendered(lines)
     markdown = rendered(lines, "markdown").replace("\\", "").replace("\u2060", "")
     assert all(line.text in text and line.text in markdown for line in lines)
-    with pytest.raises(TraceError, match=f"got 'html'; expected one of {', '.join(FORMATS)}"):
+    with pytest.raises(TraceError, match=f"got 'html', but expected one of {', '.join(FORMATS)}"):
         rendered(lines, "html")
 
 

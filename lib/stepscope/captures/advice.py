@@ -329,6 +329,6 @@ def _advice_for_generated(gpu: Device) -> list[Advice]:
     return [
         Advice(
             float(saved_ms[slowest]) * min(1.0, exposed_share),
-            f"speed up {name}: its memory throughput is {rate}, but that of other generated kernels is {other_rate}",
+            f"speed up {name}: it reaches {rate}, but the other generated kernels reach {other_rate}",
         )
     ]

@@ -218,7 +218,8 @@ class Device:
     def outliers(self) -> list[int]:
         """The indices of the steps whose wall time is far from the median.
 
-        The result is empty if there are fewer than three steps, because of two steps, neither is more typical.
+        The result is empty if there are fewer than three steps, because neither of two steps is more
+        typical than the other.
         """
         walls = self.breakdowns["wall"]
         is_outlier = (walls > OUTLIER_RATIO * self.median["wall"]) | (
@@ -371,7 +372,7 @@ class Device:
 
     @cached_property
     def generated(self) -> pd.DataFrame:
-        """The total argument bytes and time in ns of compiler-generated kernels with known argument sizes, by name."""
+        """Argument bytes and time in ns of compiler-generated kernels whose argument sizes are known, by name."""
         rows = self.operations
         rows = rows[(rows["kernel_category"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
         return rows.groupby("name", observed=True)[["bytes", "duration_ns"]].sum()
