@@ -110,7 +110,7 @@ def test_profile_reports_step_times_and_advice_for_a_trace(training, tmp_path):
     assert "forward 0.0200 | backward 0.0500 | optimizer 0.00500 ms" in text["phase"]
     assert values["launch-bound"] == pytest.approx({"waiting_ms": 0.02, "longest_gap_us": 20})
     assert values["communication"]["exposed_ms"] == pytest.approx(0.01)
-    assert "100% of it launched by the backward" in text["communication"]
+    assert "100% of it launched in the backward phase" in text["communication"]
     assert text["matmul"] == "bf16 0.00328 TFLOP/s (under 0.001% of 990)"
     saved_ms = [line.values["at_most_ms"] for line in lines if "at_most_ms" in line.values]
     assert saved_ms == pytest.approx([0.02, 0.02, 0.01])
@@ -343,7 +343,7 @@ TRACE = json.dumps({"traceEvents": KERNEL_EVENTS}).encode()
 INVALID = {
     "empty.json": (b"", "empty"),
     "text.txt": (b"Time (%),Total\n" * 9, "not a capture, because it begins with b'Time"),
-    "cut.json": (TRACE[:-40], "the file is cut off: it ends within line 1"),
+    "cut.json": (TRACE[:-40], "the file is truncated: it ends within line 1"),
     "cut.json.gz": (gzip.compress(TRACE)[:-20], "cannot be read .*end-of-stream"),
     "no_events.json": (b'{"schemaVersion": 1}', "has no list traceEvents"),
     "list.json": (b'{"traceEvents": {"a": 1}}', "has no list traceEvents"),

@@ -472,7 +472,7 @@ def test_leading_kernel_of_each_phase_is_listed_with_its_count(tmp_path):
         ["backward", "gemm_tn", 9, ["forward"]],
         ["optimizer", ADD, 4, []],
     ]
-    assert lines[0].text == "forward: 6 x gemm_tn: 0.120 ms (75% of its kernels), leads in backward too"
+    assert lines[0].text == "forward: 6 x gemm_tn: 0.120 ms (75% of its kernels), also leads in backward"
 
 
 def test_kernel_line_shows_median_and_extreme_times(tmp_path):

@@ -103,7 +103,7 @@ def test_report_without_rows_yields_an_empty_table(tmp_path, text):
         (None, "cannot be read"),
         ((HEADER + ROWS).replace(",", ";"), "separated by ';'"),
         (HEADER + ROWS[:30], "EOF inside string"),
-        (HEADER + ROWS + "25.0,10", "the line '25.0,10' is cut off"),
+        (HEADER + ROWS + "25.0,10", "the line '25.0,10' is truncated"),
         (HEADER + ROWS + "1,2,3,4,5,6\n", "Expected 5 fields"),
         (
             HEADER + ROWS.replace("3000", "3e9x"),

@@ -689,7 +689,7 @@ def _nsys_status() -> str:
         )
     if missing := missing_libraries(nsys):
         return (
-            f"version {nsys_version(nsys)}, but incomplete: its importer needs the missing {', '.join(missing)}."
+            f"version {nsys_version(nsys)}, but incomplete: its importer can't find {', '.join(missing)}."
             " It can profile but not write reports, so torch.profiler is used instead."
         )
     return f"version {nsys_version(nsys)}"

@@ -27,7 +27,7 @@ def phases_line(gpu: Device) -> Line:
     if len(phases):
         overlap = phase_ms.sum() - gpu.ms_per_step(busy_ns(gpu.running_ops))
         if overlap > MIN_SHARE_SHOWN * phase_ms.sum():
-            text += f" (kernel sums; {number(overlap, 'ms')} overlap)"
+            text += f" (sums of kernel times; {number(overlap, 'ms')} overlap)"
         if gpu.capture.autograd:
             text += ", from autograd's ranges"
         if phase_ms.get(OUTSIDE, 0.0) > min_ms:
@@ -110,7 +110,7 @@ def leading_lines(gpu: Device) -> list[Line]:
         times = f"{count_text(row['count'])} x {short(row['name'])}: {number(row['ms'], 'ms')}"
         text = f"{clean(row['part'])}: {times} ({number(row['share'], '%')} of its kernels)"
         if also:
-            text += f", leads in {clean(' and '.join(also))} too"
+            text += f", also leads in {clean(' and '.join(also))}"
         lines.append(Line("" if lines else "leading", text, {**row, "also": also}))
     return lines
 
@@ -169,6 +169,6 @@ def summarize_kernel_sums(table: pd.DataFrame) -> list[Line]:
         Line(
             "not available",
             "steps, phases, idle time, copies, exposed communication (use nsys's report cuda_gpu_trace, or the"
-            " capture's sqlite export)",
+            " capture's SQLite export)",
         ),
     ]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.lines import Line, clean
+from stepscope.captures.lines import Line, clean, counted
 from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import open_capture
@@ -37,7 +37,7 @@ class _DataOnly(pickle.Unpickler):
     """An unpickler that accepts only plain data."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is code")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is code")
 
 
 def is_pickle(path: Path) -> bool:
@@ -66,9 +66,9 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         with _limited_memory(MAX_OBJECT_BYTES * len(data) + 2**30):
             snapshot = _DataOnly(io.BytesIO(data)).load()
     except MemoryError:
-        raise TraceError(f"{path} needs more memory than its size explains; {EXPECTED}") from None
+        raise TraceError(f"{path} needs far more memory than its size suggests; {EXPECTED}") from None
     except EOFError:
-        raise TraceError(f"{path}: the file is cut off; {EXPECTED}") from None
+        raise TraceError(f"{path}: the file is truncated; {EXPECTED}") from None
     except Exception as error:  # noqa: BLE001  an unpickler's exception depends on the damage
         reason = f"{clean(error, 200)} ({type(error).__name__})"
         raise TraceError(f"{path} cannot be read as plain data: {reason}; {EXPECTED}") from None
@@ -273,9 +273,7 @@ def _summary_lines(snapshot: dict[str, Any], device: int, table: pd.DataFrame, d
     failed = [entry for entry in events if entry["action"] == "oom"]
     if failed:
         requested, free = (int(failed[-1].get(key, 0)) for key in ("size", "device_free"))
-        text = (
-            f"{len(failed):,} x; the last request was for {size(requested)} with {size(free)} free on the GPU"
-        )
+        text = f"{counted(failed, 'failed request')}; the last was for {size(requested)}, with {size(free)} free on the GPU"
         lines.append(
             Line(
                 "out of memory", text, {"failures": len(failed), "asked_bytes": requested, "free_bytes": free}

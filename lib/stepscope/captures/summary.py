@@ -363,7 +363,7 @@ def _communication_line(gpu: Device) -> Line:
         phases = gpu.time_saved_by_label(gpu.running_ops["phase"].astype(str).where(communicates))
         if phases.iloc[0] > 0.5 * exposed and phases.index[0] != OUTSIDE:
             share = number(phases.iloc[0] / exposed, "%")
-            text += f", {share} of it launched by the {clean(phases.index[0])}"
+            text += f", {share} of it launched in the {clean(phases.index[0])} phase"
         text += _waiting_text(gpu, parts)
     return Line("communication", text, values)
 

@@ -61,10 +61,12 @@ class Block(BaseModel):
         names = Counter(["study", *self.fixed, *self.axes])
         if twice := [name for name, times in names.items() if times > 1]:
             raise ValueError(
-                f"{truncated_repr(twice[0])}: given more than once; name each field once, in fixed or in axes"
+                f"{truncated_repr(twice[0])}: given more than once; specify each field once, in fixed or in axes"
             )
         if math.prod(map(len, self.axes.values())) > MAX_RUNS_PER_BLOCK:
-            raise ValueError(f"axes: expected a product of at most {MAX_RUNS_PER_BLOCK:,} runs")
+            raise ValueError(
+                f"axes: their product has too many runs; expected at most {MAX_RUNS_PER_BLOCK:,}"
+            )
         return self
 
 

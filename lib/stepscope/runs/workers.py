@@ -171,13 +171,13 @@ class Workers:
     def _result(self, assignment: Assignment) -> Record | Exception:
         if assignment.future.status not in ("finished", "error"):
             assignment.future.cancel(force=True)
-            return WorkerDied("its worker died (it was killed, or its machine went down)")
+            return WorkerDied("the worker died (it was killed, or its machine went down)")
         try:
             return Record.model_validate_json(assignment.future.result())
         except OSError as error:
             return error
         except Exception as error:  # noqa: BLE001 a lost worker, a bug, or another stepscope version
-            return WorkerDied(f"its worker returned an error: {type(error).__name__}: {_describe(error)}")
+            return WorkerDied(f"the worker returned an error: {type(error).__name__}: {_describe(error)}")
 
     def close(self, partial: Path) -> None:
         """Cancel the remaining tasks, and kill all runs whose folders are in ``partial``, on all workers."""

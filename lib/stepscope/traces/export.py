@@ -61,7 +61,7 @@ PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
 PAYLOAD_COLUMNS = ["key", "start_ns", "end_ns", "message_bytes", "communicator"]
 # the driver's messages quote the SQL statement
 DRIVER_BOILERPLATE = re.compile(r"^\w+: \[SQLite\] Failed to prepare query: | query: SELECT .*")
-EXPECTED = "the sqlite export of a capture (nsys export --type sqlite)"
+EXPECTED = "the SQLite export of a capture (nsys export --type sqlite)"
 NOT_NULL_COLUMNS = ("start", "end", "globalTid", "globalPid")  # columns that must not be NULL
 LIMITS = {"start": (-LATEST, LATEST), "end": (-LATEST, LATEST), "correlationId": (-1, CORRELATIONS)}
 
@@ -246,7 +246,7 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
     """
     path = Path(path)
     if not path.is_file():
-        raise TraceError(f"{path}: no such file; expected the sqlite export of a capture")
+        raise TraceError(f"{path}: no such file; expected the SQLite export of a capture")
     try:
         with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
             for (view,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'"):

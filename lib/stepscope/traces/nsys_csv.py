@@ -145,7 +145,7 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
     if (is_cut_off := table.iloc[:, -1].isna()).any():  # nsys never leaves the last column empty
         line = lines[first + 1 + int(is_cut_off.argmax())]
         raise TraceError(
-            f"{path}: the line {line[:80]!r} is cut off; expected a value under each of"
+            f"{path}: the line {line[:80]!r} is truncated; expected a value under each of"
             f" {table.shape[1]} headings"
         )
     columns = {column_name(heading): _convert_column(heading, table[heading], path) for heading in table}

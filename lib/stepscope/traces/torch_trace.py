@@ -100,7 +100,7 @@ HOST_KINDS = {
     RANGE: "range",
     FRAME: "frame",
 }
-EXPECTED = "expected torch.profiler's trace: JSON with a list traceEvents of events"
+EXPECTED = "expected a trace from torch.profiler: JSON with a list of events called traceEvents"
 
 
 def load_torch_trace(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
@@ -542,7 +542,7 @@ def _json_problem(text: str, error: json.JSONDecodeError) -> str:
     """Describe where and why a text is not valid JSON."""
     position = error.pos
     if position >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
-        return f"the file is cut off: it ends within line {text.count(chr(10)) + 1:,}"
+        return f"the file is truncated: it ends within line {text.count(chr(10)) + 1:,}"
     location = f"not valid JSON in line {error.lineno:,}, column {error.colno:,}"
     excerpt = one_line(text[max(0, position - 20) : position + 20], 60)
     if "escape" in error.msg:
@@ -618,7 +618,7 @@ def _event_problem(path: Path, event: dict, args: dict) -> str:
     text = ", ".join(f"{key} {value}" for key, value in values.items())
     return (
         f"{path}: the event {str(event.get('name'))[:80]!r} has {text};"
-        " expected times in microseconds, no negative duration, and whole numbers as ids"
+        " expected times in microseconds, durations of at least 0, and integers as ids"
     )
 
 
