@@ -13,14 +13,14 @@ from pathlib import Path
 
 
 def open_within(root: Path, name: str) -> BufferedReader:
-    """Open a regular file below ``root`` for reading, without blocking and without following symlinks.
+    """Open a regular file below ``root`` for reading, without blocking and without leaving ``root``.
 
     Args:
         name: the file's path relative to ``root``.
 
     Raises:
         OSError: If the file is missing, isn't a regular file, or is outside ``root`` (for example,
-            because it is a symlink).
+            because a symlink leads there).
     """
     path = Path(os.path.realpath(root / name))
     if not path.is_relative_to(os.path.realpath(root)):

@@ -181,7 +181,7 @@ def load_capture(
     """Read a capture file, which may be gzipped.
 
     The file may come from nsys (``.sqlite``; ``.nsys-rep`` if nsys is installed; or the report cuda_gpu_trace as
-    ``.csv``), or from torch.profiler (``.json``) on CUDA or ROCm.
+    ``.csv``), or from torch.profiler (``.json``) on CUDA, ROCm or XPU.
 
     Args:
         step: the name of the step ranges, without numbers; None to detect the name.

@@ -114,7 +114,7 @@ def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
 
 
 def _max_transfer_ns(gpu: Device, rows: pd.DataFrame) -> np.ndarray:
-    """Return the time in ns of each operation that may count as transfer if its message size is unknown.
+    """Return the maximum time in ns that counts as transfer, for each operation of unknown message size.
 
     If an operation takes far longer than the median time of operations with the same name, the limit is that
     median. Otherwise, the limit is infinity.

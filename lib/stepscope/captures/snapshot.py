@@ -273,7 +273,8 @@ def _summary_lines(snapshot: dict[str, Any], device: int, table: pd.DataFrame, d
     failed = [entry for entry in events if entry["action"] == "oom"]
     if failed:
         requested, free = (int(failed[-1].get(key, 0)) for key in ("size", "device_free"))
-        text = f"{counted(failed, 'failed request')}; the last was for {size(requested)}, with {size(free)} free on the GPU"
+        count = counted(failed, "failed request")
+        text = f"{count}; the last was for {size(requested)}, with {size(free)} free on the GPU"
         lines.append(
             Line(
                 "out of memory", text, {"failures": len(failed), "asked_bytes": requested, "free_bytes": free}

@@ -47,7 +47,7 @@ class Device:
 
     @cached_property
     def excluded(self) -> pd.DataFrame:
-        """The operations launched before the first step or in a warm-up, which belong to no step."""
+        """This GPU's excluded operations: launched before the capture, before its first step or in a warm-up."""
         rows = self.capture.excluded
         return rows[(rows["device"] == self.number) & (rows["process"] == self.process)]
 

@@ -107,7 +107,7 @@ def _launch_share(rows: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -
 
 
 def _repeating_ranges(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return the ranges with the repeating name whose ranges enclose the most operations.
+    """Return the ranges that share a repeating name and enclose the most operations.
 
     Names that contain a word such as "step" take precedence. If the ranges of two names enclose the same number of
     operations, the ranges with the longer total time win.

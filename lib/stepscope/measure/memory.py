@@ -79,7 +79,7 @@ def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, lis
 def pass_memory(
     call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, held: int, device: str
 ) -> dict[str, float]:
-    """Run forward and backward once; return the memory that they use in bytes.
+    """Run forward and backward once; return the memory that they use, in bytes.
 
     Args:
         call: the forward pass, a function of ``inputs``.

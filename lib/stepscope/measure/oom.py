@@ -128,7 +128,7 @@ def asked_and_allocated(message: str) -> dict[str, Any]:
 
     Returns:
         requested_gib: the size of the failed allocation, in GiB.
-        allocated_gib: the memory that this process had allocated before, in GiB.
+        allocated_gib: the memory that this process had already allocated, in GiB.
         reason: a phrase with both numbers; missing if the message doesn't state the request.
 
         Numbers that the message doesn't contain are NaN.

@@ -76,7 +76,7 @@ class StepProfiler:
             self.reason = f"torch.profiler: {error_text(error)}"
 
     def phases(self, case: Hashable, number: int) -> Callable[[str], AbstractContextManager]:
-        """Return a function to pass to a step as ``phase``, which opens a range for each of its phases.
+        """Return a function that opens a range for each phase. Pass this function to a step as ``phase``.
 
         Args:
             case: the case of the step.
@@ -107,7 +107,7 @@ class StepProfiler:
 
 
 def read(profiler: torch.profiler.profile, on_gpu: bool) -> pd.DataFrame:
-    """Return the GPU's operations in this process's last profile, or the CPU's operations if not ``on_gpu``.
+    """Return the GPU's operations in this process's last profile, or the CPU's if ``on_gpu`` is False.
 
     Raises:
         CaptureError: If the GPU's part of the profile is lost.

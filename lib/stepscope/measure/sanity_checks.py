@@ -1,4 +1,4 @@
-"""Sanity checks: find readings that are impossible or not reproducible.
+"""Run sanity checks that find impossible or irreproducible readings.
 
 GPU time comes from profiled steps and wall time from unprofiled steps, so GPU time can slightly exceed wall time.
 A larger excess is impossible: one of the two measurements was disturbed, so the case is measured again. We never
@@ -30,8 +30,8 @@ def is_power_limited(row: Mapping[str, float]) -> bool:
     """Return whether the power limit lowered the SM clock. The result is False if the clock is unknown.
 
     Args:
-        row: a mapping with ``sm_clock_mhz``. If it wasn't measured on this process's GPU, it must also have
-            ``highest_clock_mhz``.
+        row: a mapping with ``sm_clock_mhz``. It must also have ``highest_clock_mhz`` unless it was
+            measured on this process's GPU.
     """
     highest_mhz = row.get("highest_clock_mhz", highest_clock_mhz())
     clock_mhz = row.get("sm_clock_mhz", nan)

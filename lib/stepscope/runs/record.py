@@ -146,7 +146,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """Return one warning for each notebook of which several versions measured the records' runs."""
+    """Return a warning for each notebook if more than one version of it measured the records' runs."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:
@@ -188,7 +188,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     """Read and validate the record in a run's folder.
 
     Args:
-        check_files: also compare the executed notebook and each table with the digests in the record.
+        check_files: whether to also compare the executed notebook and each table with the digests in the record.
 
     Raises:
         RecordError: If the record is missing, isn't JSON, doesn't match the schema, is in another run's folder or
@@ -239,8 +239,10 @@ def _parse(content: bytes) -> Record:
 def unusable(run: str, file: str, reason: str) -> RecordError:
     """Return an error that says why a file of a run is unusable.
 
+    The message is one line, even if a name contains line breaks.
+
     Args:
-        run: the run's study and id, as study/id. The message is one line even if a name contains line breaks.
+        run: the run, as study/run id.
         file: the file's path in the run's folder.
         reason: the rest of the message.
     """

@@ -190,7 +190,7 @@ class Workers:
 def workers_of(client: Any) -> dict[str, dict]:
     """Return the workers, keyed by address.
 
-    The scheduler is asked for them, because the client's own list is sometimes empty.
+    They are requested from the scheduler, because the client's own list is sometimes empty.
     """
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 

@@ -172,7 +172,7 @@ def _check_span(records: Records) -> None:
     """Check that the times of all threads fit on the single axis that ``enclosing`` uses.
 
     Raises:
-        TraceError: If they don't.
+        TraceError: If they don't fit.
     """
     ranges = records.ranges
     thread, _, start, end = records.launches

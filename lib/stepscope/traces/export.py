@@ -100,7 +100,7 @@ def read_export(
         whole_graphs: whether a replay of a CUDA graph that was traced as a whole is read as one operation.
 
     Raises:
-        TraceError: As in ``load_trace``, except that graphs traced as a whole are allowed if ``whole_graphs``.
+        TraceError: As in ``load_trace``, except that graphs may be traced as a whole if ``whole_graphs`` is True.
     """
     # sqlite releases the GIL, so tables are read in parallel
     with _reading(path) as connection, ThreadPoolExecutor() as pool:

@@ -172,7 +172,7 @@ def report_with_headings(line: str) -> str | None:
 
 
 def _separator(text: str) -> str | None:
-    """Return the separator in a report that uses another separator than commas, or None."""
+    """Return the separator in a report if it isn't a comma, or None if no such report is found."""
     for separator in OTHER_SEPARATORS:
         lines = [line.replace(separator, ",") for line in text.splitlines() if separator in line]
         if any(map(report_with_headings, lines)):
