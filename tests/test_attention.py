@@ -302,7 +302,7 @@ ERROR = (
 
 def test_requested_and_allocated_memory_are_parsed_from_torchs_error():
     assert measure.asked_and_allocated(ERROR) == {
-        "reason": "asked for 128 GiB with 0.5 GiB allocated",
+        "reason": "requested 128 GiB with 0.5 GiB allocated",
         "requested_gib": 128.0,
         "allocated_gib": 0.5,
     }

@@ -110,7 +110,7 @@ def test_profile_reports_step_times_and_advice_for_a_trace(training, tmp_path):
     assert "forward 0.0200 | backward 0.0500 | optimizer 0.00500 ms" in text["phase"]
     assert values["launch-bound"] == pytest.approx({"waiting_ms": 0.02, "longest_gap_us": 20})
     assert values["communication"]["exposed_ms"] == pytest.approx(0.01)
-    assert "100% of it launched by the backward" in text["communication"]
+    assert "100% of it launched in the backward phase" in text["communication"]
     assert text["matmul"] == "bf16 0.00328 TFLOP/s (under 0.001% of 990)"
     saved_ms = [line.values["at_most_ms"] for line in lines if "at_most_ms" in line.values]
     assert saved_ms == pytest.approx([0.02, 0.02, 0.01])
@@ -290,7 +290,7 @@ def test_phases_of_parses_phase_options():
     assert phases_of(["forward=Vorwärts", "loss=eval=1"]) == {"Vorwärts": "forward", "eval=1": "loss"}
     assert phases_of([]) is None
     for option in ("forward", "forward=", "=eval"):
-        with pytest.raises(TraceError, match=f"--phase: got '{option}'; expected forward=NAME"):
+        with pytest.raises(TraceError, match=f"--phase: got '{option}', but expected forward=NAME"):
             phases_of([option])
 
 
@@ -343,7 +343,7 @@ TRACE = json.dumps({"traceEvents": KERNEL_EVENTS}).encode()
 INVALID = {
     "empty.json": (b"", "empty"),
     "text.txt": (b"Time (%),Total\n" * 9, "not a capture, because it begins with b'Time"),
-    "cut.json": (TRACE[:-40], "the file is cut off: it ends within line 1"),
+    "cut.json": (TRACE[:-40], "the file is truncated: it ends within line 1"),
     "cut.json.gz": (gzip.compress(TRACE)[:-20], "cannot be read .*end-of-stream"),
     "no_events.json": (b'{"schemaVersion": 1}', "has no list traceEvents"),
     "list.json": (b'{"traceEvents": {"a": 1}}', "has no list traceEvents"),
@@ -460,7 +460,7 @@ def test_capture_with_all_launches_before_the_first_step_is_rejected(tmp_path):
 
 def test_bound_is_unknown_when_there_are_too_few_operations(tmp_path):
     path = write_trace(tmp_path / "a.json", launch(ADD, 0, 5, 10))
-    assert "unknown: the capture has only 1 operation" in line_text(path, "bound")
+    assert "unknown: the capture contains only 1 operation" in line_text(path, "bound")
 
 
 @pytest.mark.parametrize(("known_us", "has_rate"), [(40, False), (60, True)])

@@ -265,7 +265,7 @@ def test_steps_without_known_launches_count_as_one_step(tmp_path):
     events = [each for each in steps() if each["cat"] != "cuda_runtime"]
     path = write_trace(tmp_path / "a.json", events)
     text = line_text(path, "capture")
-    assert "3 steps" in text and "no operation was launched in any of them: the whole capture" in text
+    assert "3 steps" in text and "no operation was launched in any of them: the entire capture" in text
     assert "unknown" in line_text(path, "bound") and line_text(path, "step on GPU") == ""
 
 
@@ -323,7 +323,7 @@ def test_time_span_includes_only_complete_steps(tmp_path):
     assert capture.between(1.3, None).steps == [f"ProfilerStep#{number}" for number in (2, 3, 4, 5)]
     lines = profile(path, from_ms=2.9, to_ms=3.9)
     assert lines[0].values["steps"] == 1 and lines[1].values["compute_ms"] == pytest.approx(0.4)
-    message = r"no operation begins between .* expected a time span within the 5\.\d+ ms"
+    message = r"no operation starts between .* expected a time span within the 5\.\d+ ms"
     with pytest.raises(TraceError, match=message):
         capture.between(90, 95)
 
@@ -383,7 +383,7 @@ def test_exposed_communication_splits_into_transfer_and_waiting(tmp_path):
     assert parts.transfer_ms == pytest.approx(parts.min_transfer_ms)
     assert parts.waiting_ms == pytest.approx(exposed_ms - parts.min_transfer_ms)
     text = line_text(tmp_path / "a.json", "communication")
-    assert "take at least 0.280 ms at 300 GB/s (NVLink)" in text
+    assert "takes at least 0.280 ms at 300 GB/s (NVLink)" in text
     assert advice_for(gpu)[0].what.startswith("balance the GPUs: ncclDevKernel_AllReduce")
 
 
@@ -475,7 +475,7 @@ def test_leading_kernel_of_each_phase_is_listed_with_its_count(tmp_path):
         ["backward", "gemm_tn", 9, ["forward"]],
         ["optimizer", ADD, 4, []],
     ]
-    assert lines[0].text == "forward: 6 x gemm_tn: 0.120 ms (75% of its kernels), leads in backward too"
+    assert lines[0].text == "forward: 6 x gemm_tn: 0.120 ms (75% of its kernels), also leads in backward"
 
 
 def test_kernel_line_shows_median_and_extreme_times(tmp_path):

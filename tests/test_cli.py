@@ -42,8 +42,8 @@ def run(monkeypatch, capsys):
         (["sweep", "cpu", "--timeout", "0"], "--timeout"),
         (["sweep", "cpu", "--scheduler", "tcp://127.0.0.1:1"], "nothing answers"),
         (["sweep", "cpu", "--scheduler", "not an address"], "expected an address"),
-        (["ladder"], "got neither, but expected either a size"),
-        (["ladder", "small", "--shape", "8/8/1/1"], "got both, but expected either a size"),
+        (["ladder"], "got neither a size nor --shape"),
+        (["ladder", "small", "--shape", "8/8/1/1"], "got both a size and --shape"),
         (["ladder", "--shape", "8/8/1/\u0662"], "expected four numbers"),
         (["ladder", "--shape", "9" * 5000 + "/8/1/1"], "expected four numbers"),
         (["ladder", "--shape", "8/8/1/1", "--edition", "2026"], "--edition: got 2026"),
@@ -54,7 +54,7 @@ def run(monkeypatch, capsys):
         (["ladder", "mine.py:build", "--shape", "8/8/1/1"], "use -p NAME=VALUE"),
         (
             ["ladder", "nano", "-p", "batch=1"],
-            "-p: got 'batch=1', but -p only applies to a model of your own",
+            "-p: got 'batch=1', but -p only applies to your own model",
         ),
         (["ladder", "stepscope.config:configure", "-p", "a=<b>"], "-p: got 'a=<b>', but expected NAME=VALUE"),
         (["fit", "huge"], "known sizes are"),
@@ -262,7 +262,7 @@ def test_list_command_shows_status_time_notebook_and_cause_of_each_run(run, tmp_
         ["ok", "9", "c", ""],
     ]
     # failed runs don't count as measured
-    assert "2 notebook versions (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
+    assert "2 versions of the notebook (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
 
 
 @pytest.mark.parametrize(

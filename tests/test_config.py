@@ -225,7 +225,7 @@ def test_assigned_constants_ignores_cells_with_other_code():
     ("capability", "device", "supported", "error"),
     [
         (None, "cpu", ["fp32", "bf16", "fp16"], "support TF32"),
-        (None, "cuda", [], "sees no CUDA GPU"),
+        (None, "cuda", [], "finds no CUDA GPU"),
         ((7, 5), "cuda", ["fp32", "fp16"], r"T4 has compute capability 7\.5"),
         ((8, 0), "cuda", ["fp32", "tf32", "bf16", "fp16"], ""),
     ],

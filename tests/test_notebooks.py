@@ -262,7 +262,7 @@ def test_record_without_digest_counts_as_done_and_mixed_digests_are_reported(tin
     )
     assert before.matches_notebook("a") and first.matches_notebook("a") and not second.matches_notebook("a")
     assert not mixed_notebook_warnings([before, first, first]) and not mixed_notebook_warnings([before])
-    assert "2 notebook versions (a, b)" in mixed_notebook_warnings([before, first, second])[0]
+    assert "2 versions of the notebook (a, b)" in mixed_notebook_warnings([before, first, second])[0]
 
 
 # A sweep's runs.
@@ -396,7 +396,7 @@ def test_interactive_run_rejects_unusable_folder_before_measuring(by_hand, tmp_p
         by_hand()
     record = store.records()[0][0]
     put(Store(tmp_path / "other"), from_record(record), machine={"device_name": "another"})
-    with pytest.raises(ConfigError, match="holds runs of 'another'"):
+    with pytest.raises(ConfigError, match="contains runs from 'another'"):
         Run(from_record(record), runs=tmp_path / "other")
 
 

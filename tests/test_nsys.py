@@ -556,7 +556,7 @@ def test_capture_is_rejected_when_it_differs_from_nsys_sums(capture, reports, tm
     [
         (
             "echo importer failed; exit 1",
-            "the profiled process ended before its steps did; its output: importer failed",
+            "the profiled process ended before it completed its steps; its output: importer failed",
         ),
         (f"exec {sys.executable} -c 'print(\"quadd crashed\")'", "its output: quadd crashed"),
     ],

@@ -97,13 +97,13 @@ def test_report_without_rows_yields_an_empty_table(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "found ''; expected a report of nsys stats"),
-        ("a,b\n1,2\n", "found 'a,b"),
-        (HEADER.replace("Avg (ns)", "Color") + ROWS, "found 'Time"),
+        ("", "got ''; expected a report of nsys stats"),
+        ("a,b\n1,2\n", "got 'a,b"),
+        (HEADER.replace("Avg (ns)", "Color") + ROWS, "got 'Time"),
         (None, "cannot be read"),
         ((HEADER + ROWS).replace(",", ";"), "separated by ';'"),
         (HEADER + ROWS[:30], "EOF inside string"),
-        (HEADER + ROWS + "25.0,10", "the line '25.0,10' is cut off"),
+        (HEADER + ROWS + "25.0,10", "the line '25.0,10' is truncated"),
         (HEADER + ROWS + "1,2,3,4,5,6\n", "Expected 5 fields"),
         (
             HEADER + ROWS.replace("3000", "3e9x"),
@@ -134,7 +134,7 @@ def test_report_without_rows_yields_an_empty_table(tmp_path, text):
             " ** CUDA GPU Kernel Summary (cuda_gpu_kern_sum):\n\n Time (%)  Name\n --------  ----\n 16.0  f\n",
             "is a report in text format",
         ),
-        ("The log does not contain a table.", "found 'The log does not contain"),
+        ("The log does not contain a table.", "got 'The log does not contain"),
     ],
 )
 def test_invalid_report_raises_a_one_line_error(tmp_path, text, message):

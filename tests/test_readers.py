@@ -135,8 +135,8 @@ def test_events_of_old_versions_are_classified_by_name(tmp_path):
 
 
 BROKEN = {
-    "cut in a name": (lambda text: text[:-40], "the file is cut off: it ends within line 1;"),
-    "cut after a comma": (lambda text: text[: text.rindex("{")], "the file is cut off"),
+    "cut in a name": (lambda text: text[:-40], "the file is truncated: it ends within line 1;"),
+    "cut after a comma": (lambda text: text[: text.rindex("{")], "the file is truncated"),
     "backslashes": (
         lambda text: text.replace("gemm_1", r"torch\cuda", 1),
         r"not valid JSON in line 1, column \d+, near .*torch.*: a backslash is not escaped",
@@ -159,7 +159,7 @@ def test_broken_json_error_states_position_and_reason(tmp_path, case):
     path.write_text(damage(path.read_text()))
     with pytest.raises(TraceError, match=message) as error:
         load_capture(path)
-    assert "\n" not in str(error.value) and ("cut off" in str(error.value)) == case.startswith("cut")
+    assert "\n" not in str(error.value) and ("truncated" in str(error.value)) == case.startswith("cut")
 
 
 def device_event(category: str | None, name: str = "op") -> dict:
@@ -169,7 +169,7 @@ def device_event(category: str | None, name: str = "op") -> dict:
 XLA = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}}
 WITHOUT_KERNELS = {
     "mtia": ([device_event("mtia_ccp_events")] * 3, "has 3 events of the category 'mtia_ccp_events'"),
-    "jax": ([XLA, device_event(None)], "is a trace of XLA .JAX or TensorFlow."),
+    "jax": ([XLA, device_event(None)], "is a trace from XLA .JAX or TensorFlow."),
     "mps": ([device_event("cpu_op", "aten::_mps_convolution")], "no kernels on Apple's GPUs"),
 }
 
@@ -271,7 +271,7 @@ def test_graph_traced_as_a_whole_counts_as_one_operation(tmp_path):
 
 def test_unknown_export_version_error_omits_sql(tmp_path):
     path = export(tmp_path / "a.sqlite", "ALTER TABLE NVTX_EVENTS DROP COLUMN domainId")
-    with pytest.raises(TraceError, match="no such column: domainId; expected the sqlite export") as error:
+    with pytest.raises(TraceError, match="no such column: domainId; expected the SQLite export") as error:
         load_capture(path)
     assert "SELECT" not in str(error.value)
 

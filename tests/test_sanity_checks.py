@@ -118,7 +118,7 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     by_case = times.groupby(["precision", "mode"])["inconsistent"].unique().map(list)
     # not checked for a full step, whose graph contains different kernels
     replayed = "replayed in 90 ms, but its operations take"
-    phase = "forward 20 ms in forward, 10 ms in step"
+    phase = "forward takes 20 ms in mode forward, but 10 ms in mode step"
     assert by_case.to_dict() == {
         ("bf16", "forward"): [f"{replayed} 20 ms; {phase}"],
         ("bf16", "step"): [f"900 W, but the power limit is 700 W; {phase}"],

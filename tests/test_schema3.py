@@ -88,7 +88,7 @@ def test_schema_3_record_with_an_altered_configuration_is_rejected(tmp_path):
     document["config"]["optimizations"] = document["config"]["optimizations"][:-1]
     path.write_text(json.dumps(document))
     _, errors = Store(tmp_path / "runs").records()
-    assert len(errors) == 1 and "has the record of another run" in str(errors[0])
+    assert len(errors) == 1 and "contains the record of another run" in str(errors[0])
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,16 @@ class Evil:
 
 
 REFUSED = {
-    "code": (pickle.dumps(SNAPSHOT | {"more": Evil()}), "plain data: it names pathlib.Path.*, which is code"),
-    "old code": (b"\x80\x02cos\nsystem\n(Vtouch executed\ntR.", "it names os.system, which is code"),
-    "cut": (pickle.dumps(SNAPSHOT)[:-300], "is cut off|truncated"),
-    "memory": (b"\x80\x02Nr" + struct.pack("<I", 2**28) + b".", "needs more memory than its size explains"),
+    "code": (
+        pickle.dumps(SNAPSHOT | {"more": Evil()}),
+        "plain data: it refers to pathlib.Path.*, which is code",
+    ),
+    "old code": (b"\x80\x02cos\nsystem\n(Vtouch executed\ntR.", "it refers to os.system, which is code"),
+    "cut": (pickle.dumps(SNAPSHOT)[:-300], "truncated"),
+    "memory": (
+        b"\x80\x02Nr" + struct.pack("<I", 2**28) + b".",
+        "needs far more memory than its size suggests",
+    ),
     "number": (pickle.dumps(3), "is a pickle without the lists segments and device_traces"),
     "form": (pickle.dumps({"segments": [1], "device_traces": []}), "unknown format"),
     "sizes": (

@@ -76,7 +76,7 @@ def test_error_names_the_unreadable_folder(tiny, barred):
         (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: no such file, but the record"),
         (
             lambda place: (place / "record.json").unlink(),
-            "record.json: no such file, but a run's folder must have",
+            "record.json: no such file, but a run's folder must contain",
         ),
         (lambda place: (place / "record.json").write_text("{"), "record.json: not a valid record"),
         (
@@ -88,7 +88,7 @@ def test_error_names_the_unreadable_folder(tiny, barred):
         ),
         (
             lambda place: place.rename(place.with_name("other")),
-            "has the record of another run, benchmark/nano",
+            "contains the record of another run, benchmark/nano",
         ),
     ],
 )
@@ -187,7 +187,7 @@ def test_open_within_rejects_files_outside_the_folder(tmp_path):
     for name in ("link", "folder/secret", "../secret", "/etc/passwd", "pipe", "inner", "none", "", "file/x"):
         with pytest.raises(OSError):
             open_within(root, name)
-    with pytest.raises(OSError, match="more than 3 bytes"):
+    with pytest.raises(OSError, match="larger than 3 bytes"):
         read_within(root, "inner/file", 3)
 
 

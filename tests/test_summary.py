@@ -107,7 +107,7 @@ def test_step_time_is_zero_for_a_step_without_duration(tmp_path):
 def test_kernel_overlap_within_a_phase_is_reported(tmp_path):
     forward = [annotation("forward", 0, 300), *kernels(5, 6)]
     path = write_trace(tmp_path / "a.json", [*forward, *launch(ADD, 7, 17, 8, stream=9)])
-    assert line_text(path, "phase").startswith("forward 0.128 ms (kernel sums; 0.00800 ms overlap)")
+    assert line_text(path, "phase").startswith("forward 0.128 ms (sums of kernel times; 0.00800 ms overlap)")
 
 
 def test_copies_are_exposed_when_the_gpu_runs_no_kernels(tmp_path):
@@ -475,7 +475,7 @@ def test_all_formats_contain_the_same_lines(path):
     text = rendered(lines)
     markdown = rendered(lines, "markdown").replace("\\", "").replace("\u2060", "")
     assert all(line.text in text and line.text in markdown for line in lines)
-    with pytest.raises(TraceError, match=f"got 'html'; expected one of {', '.join(FORMATS)}"):
+    with pytest.raises(TraceError, match=f"got 'html', but expected one of {', '.join(FORMATS)}"):
         rendered(lines, "html")
 
 

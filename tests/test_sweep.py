@@ -152,7 +152,7 @@ def test_only_processes_of_runs_in_the_folder_are_killed(tmp_path):
 def test_run_is_repeated_once_when_its_worker_dies(sweep, store, faults):
     end = sweep([KILLS_WORKER, 0])
     assert end.counts == {"ok": 1, "failed": 1}
-    assert "its worker died" in by_seed(store)[KILLS_WORKER].cause
+    assert "the worker died" in by_seed(store)[KILLS_WORKER].cause
     began = [line.split()[0] for line in (faults / "began").read_text().splitlines()]
     assert began == [str(KILLS_WORKER)] * 2 + ["0"]
     assert "running it again" in sweep.output
@@ -218,7 +218,7 @@ def test_sweep_stops_at_an_invalid_record_without_changing_it(sweep, store, tiny
 
 def test_sweep_rejects_a_folder_with_runs_of_a_different_gpu(sweep, store, tiny):
     put(store, tiny(seed=77), machine={"device_name": "another"})
-    with pytest.raises(SweepError, match="holds runs of 'another'"):
+    with pytest.raises(SweepError, match="contains runs from 'another'"):
         sweep([0])
 
 

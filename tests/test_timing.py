@@ -196,8 +196,8 @@ def test_replay_reports_the_first_error_and_restores_state_when_capture_fails(
 @pytest.mark.parametrize(
     ("device", "adamw", "is_scaling", "reason"),
     [
-        ("cpu", None, False, "a CPU has no CUDA graphs"),
-        ("cuda", optimizer(), True, "GradScaler asks"),
+        ("cpu", None, False, "CUDA graphs are not available on a CPU"),
+        ("cuda", optimizer(), True, "GradScaler checks"),
         ("cuda", optimizer(), False, ""),
         ("cuda", None, True, ""),
     ],

@@ -145,7 +145,7 @@ def test_dead_scheduler_is_reported_and_its_runs_are_ended(cluster, sweep, store
     first = sweep(dask, [0, HANGS])
     first.wait_for((faults / "child").exists)
     dask.scheduler.kill()
-    assert first.process.wait(120) == 75 and "the scheduler is gone" in first.output_file.read_text()
+    assert first.process.wait(120) == 75 and "the loss of the scheduler" in first.output_file.read_text()
     assert seeds(store) == {0} and ended(int((faults / "child").read_text()))
 
 

@@ -14,9 +14,9 @@ PROJECT = (
 
 
 class StepscopeError(Exception):
-    """An error in the input, a file or the machine, not in this code.
+    """An error whose cause is the input, a file or the machine, rather than a bug in this package.
 
-    The text is one sentence for the user, or several lines if ``has_lines``.
+    The message is one sentence for the user, or several lines if ``has_lines`` is True.
     """
 
     has_lines = False

@@ -1,4 +1,4 @@
-"""Define the command line, a thin layer over functions that notebooks can call, too."""
+"""Define the command-line interface, a thin layer over functions that notebooks can also call."""
 
 import errno
 import itertools
@@ -32,11 +32,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="""
-Measure where a Transformer's training step spends its time and memory, and write a report.
+Measure how a Transformer's training step spends time and uses memory, and write a report.
 
 [bold]report[/] measures this machine and writes its report. [bold]sweep[/] measures the configurations of a
-sweep file, each by executing a notebook, and saves them in a runs folder. [bold]render[/] writes the report of
-a runs folder. To resume an interrupted command, give it again.
+sweep file, each by executing a notebook, and saves the results in a runs folder. [bold]render[/] writes the
+report of a runs folder. To resume an interrupted command, run it again.
 """,
 )
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -44,7 +44,10 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL in sysexi
 
 
 def _folder(text: str) -> Path:
-    """Parse a folder's path; reject "", which comes from an unset shell variable, and which Path reads as "."."""
+    """Convert the path of a folder to a Path, and reject an empty string.
+
+    An unset shell variable expands to an empty string, which Path would interpret as the current folder.
+    """
     if not text:
         raise typer.BadParameter(
             "got an empty string, but expected the path of a folder ('.' is the current folder)"
@@ -58,7 +61,7 @@ RunsOption = Annotated[
         "--runs",
         parser=_folder,
         metavar="PATH",
-        help="Folder of runs.",
+        help="Folder that contains the runs.",
         show_default="runs/local-<this machine's device>",
     ),
 ]
@@ -70,7 +73,7 @@ OutOption = Annotated[
 ]
 ReplaceOption = Annotated[
     bool,
-    typer.Option("--replace", help="Measure runs of other notebook versions again, and replace them."),
+    typer.Option("--replace", help="Rerun and replace runs that another version of the notebook measured."),
 ]
 BudgetOption = Annotated[
     float | None,
@@ -78,7 +81,7 @@ BudgetOption = Annotated[
         "--time-budget",
         min=0,
         metavar="MINUTES",
-        help="Time after which no more runs start; the number of runs left is then reported.",
+        help="Start no more runs after this time, and report how many runs are left.",
     ),
 ]
 WorkersOption = Annotated[
@@ -87,8 +90,8 @@ WorkersOption = Annotated[
         "--workers",
         min=1,
         metavar="N",
-        help="Number of GPUs to use; without a GPU, number of parallel runs.",
-        show_default="all GPUs, or 1",
+        help="Number of GPUs to use, or of parallel runs on a machine without a GPU.",
+        show_default="all GPUs; 1 without a GPU",
     ),
 ]
 SchedulerOption = Annotated[
@@ -96,7 +99,7 @@ SchedulerOption = Annotated[
     typer.Option(
         "--scheduler",
         metavar="tcp://HOST:PORT",
-        help="Run on the workers of this Dask scheduler instead of this machine.",
+        help="Run on the workers of this Dask scheduler instead of on this machine.",
     ),
 ]
 TimeoutOption = Annotated[
@@ -105,7 +108,7 @@ TimeoutOption = Annotated[
         "--timeout",
         min=0.1,
         metavar="MINUTES",
-        help="Time limit of a run; a run that exceeds it is killed and counts as failed.",
+        help="Time limit for each run. A run that exceeds it is killed and counts as failed.",
     ),
 ]
 EditionOption = Annotated[
@@ -113,7 +116,7 @@ EditionOption = Annotated[
     typer.Option(
         "--edition",
         metavar="2025|2026",
-        help="Edition of the assignment that defines the size names; xl differs between the editions.",
+        help="Edition of the assignment that defines the size names. The size xl differs between editions.",
         show_default="2025",
     ),
 ]
@@ -122,7 +125,7 @@ ShapeOption = Annotated[
     typer.Option(
         "--shape",
         metavar="D_MODEL/D_FF/LAYERS/HEADS",
-        help="The model's dimensions, instead of a named size.",
+        help="Dimensions of the model, as an alternative to a named size.",
     ),
 ]
 BatchOption = Annotated[int, typer.Option("--batch", help="Batch size.")]
@@ -153,8 +156,8 @@ def _local_runs(runs: Path | None, reading: bool = False) -> Path:
     """Return ``runs``, or this machine's runs folder if ``runs`` is None.
 
     This machine's folder is named after the machine's device. It is in the checkout, where git ignores it, or in
-    the current directory if there is no checkout. When ``reading``, if there is only one local folder, it is used
-    regardless of its device.
+    the current directory if there is no checkout. If ``reading`` is True and there is only one local folder,
+    return this folder, regardless of its device.
     """
     if runs:
         return runs
@@ -179,7 +182,7 @@ def _sweep(sources: list[Any], runs: Path, options: "SweepOptions") -> int:
     if end.left:
         console.print(
             f"stopped by {end.stopped_by}; runs left: {len(end.left)}, beginning with"
-            f" {end.left[0].label}. To resume, give the same command again"
+            f" {end.left[0].label}. To resume, run the same command again"
         )
         return EXIT_LEFT
     return EXIT_FAILED if counts["failed"] else 0
@@ -190,7 +193,7 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
     status = _sweep(sources, runs, options)
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
-        console.print(f"open {runs / 'report.html'} in a browser; this one file is the complete report")
+        console.print(f"open {runs / 'report.html'} in a browser; it contains the complete report")
         if not any(isinstance(source, dict) and source["study"] == "your_model" for source in sources):
             command = f"{_program()} ladder FILE.py:FUNCTION --runs runs/mine"
             console.print(f"to measure your own model (see docs/your-model.md): {command}")
@@ -210,8 +213,8 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or names of built-in sweeps: reference, tour or 2026 on a GPU, cpu without"
-            " one, or a study's name (which measures tiny models if there is no GPU)."
+            help="Sweep files (YAML), or names of built-in sweeps. The sweeps reference, tour and 2026 need a GPU,"
+            " but cpu doesn't. The name of a study selects its sweep, which uses tiny models if there is no GPU."
         ),
     ],
     runs: RunsOption = None,
@@ -225,7 +228,7 @@ def sweep(
         typer.Option(
             exists=True,
             file_okay=False,
-            help="Folder of notebooks to execute, such as your copies in lab.",
+            help="Folder that contains the notebooks to execute, such as your copies in lab.",
             show_default="the package's notebooks",
         ),
     ] = None,
@@ -233,10 +236,10 @@ def sweep(
         bool, typer.Option("--images/--no-images", help="Keep the images in executed notebooks.")
     ] = True,
 ) -> None:
-    """Measure the configurations of sweeps that have no valid record yet.
+    """Measure each configuration of the given sweeps that has no valid record yet.
 
-    Exit status: 0 if all runs are done (out of memory is a result), 1 if a run failed, 2 for invalid input, 75
-    if the sweep stopped with runs left.
+    Exit status: 0 if all runs are done (running out of memory is a result), 1 if a run failed, 2 if the input is
+    invalid, 75 if the sweep stopped before all runs were done.
     """
     from stepscope.config import studies
     from stepscope.runs.sweep import SweepOptions
@@ -266,9 +269,10 @@ def report(
     timeout: TimeoutOption = None,
     replace: ReplaceOption = False,
 ) -> None:
-    """Measure this machine and write its report: a tour of all studies on a GPU, tiny models on a CPU.
+    """Measure this machine and write a report: a tour of all studies on a GPU, or tiny models on a CPU.
 
-    Each run's finding is printed when the run is done. This is the same as sweep tour (or sweep cpu) and render.
+    The command prints each run's finding as soon as the run is done. It is equivalent to sweep tour (or sweep cpu)
+    followed by render.
     """
     from stepscope.runs.sweep import SweepOptions
     from stepscope.runs.sweep_file import find_sweeps, sweep_description
@@ -290,7 +294,7 @@ def ladder(
         str | None,
         typer.Argument(
             metavar="SIZE|FILE.py:FUNCTION",
-            help="A named size of the built-in Transformer, unless you give --shape; or a function that builds"
+            help="A named size of the built-in Transformer (not needed with --shape), or a function that builds"
             " your own model, as FILE.py:FUNCTION or package.module:FUNCTION. The command runs your code.",
         ),
     ] = None,
@@ -302,14 +306,15 @@ def ladder(
             "--parameter",
             "-p",
             metavar="NAME=VALUE",
-            help="Keyword argument of your function; repeat the option for several, or for several values.",
+            help="Keyword argument for your function. Repeat the option to give several arguments, or several"
+            " values of an argument.",
         ),
     ] = None,
     context: Annotated[
         list[int] | None,
         typer.Option(
-            help="Context length in tokens; repeat the option for several.",
-            show_default="512, or 64 on a CPU",
+            help="Context length in tokens. Repeat the option to measure several.",
+            show_default="512; 64 on a CPU",
         ),
     ] = None,
     batch: BatchOption = 4,
@@ -323,12 +328,12 @@ def ladder(
     if model and ":" in model:
         if edition or shape or context:
             raise StepscopeError(
-                "--edition, --shape and --context don't apply to a model of your own; use -p NAME=VALUE"
+                "--edition, --shape and --context don't apply to your own model; use -p NAME=VALUE instead"
             )
         block = _block_of_model(model, parameter or [])
     else:
         if parameter:
-            raise StepscopeError(f"-p: got {parameter[0]!r:.80}, but -p only applies to a model of your own")
+            raise StepscopeError(f"-p: got {parameter[0]!r:.80}, but -p only applies to your own model")
         contexts = context or [512 if gpus_here() else 64]
         fixed = _requested_shape(model, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
         block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
@@ -337,10 +342,10 @@ def ladder(
 
 
 def _block_of_model(model: str, parameters: list[str]) -> dict[str, Any]:
-    """Return a sweep's block that measures a user's model with all combinations of the given arguments.
+    """Return a sweep block that measures a user's model with every combination of the given arguments.
 
-    Environment variables tell the runs where the model is, because configurations are recorded, and records must
-    not contain paths.
+    The model's location is passed to the runs in environment variables, because configurations become part of
+    records, and records must not contain paths.
     """
     from stepscope.studies.your_model.config import ARGUMENT
     from stepscope.studies.your_model.source import MODEL, find
@@ -350,7 +355,7 @@ def _block_of_model(model: str, parameters: list[str]) -> dict[str, Any]:
     for argument in parameters:
         if not re.fullmatch(ARGUMENT, argument):
             raise StepscopeError(
-                f"-p: got {argument!r:.80}, but expected NAME=VALUE with a number or a plain word as the value"
+                f"-p: got {argument!r:.80}, but expected NAME=VALUE, where the value is a number or a plain word"
             )
         values.setdefault(argument.partition("=")[0], []).append(argument)
     arguments = [" ".join(combination) for combination in itertools.product(*values.values())]
@@ -362,17 +367,23 @@ def _block_of_model(model: str, parameters: list[str]) -> dict[str, Any]:
 
 
 def _requested_shape(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
-    """Return the configuration fields of a size or a shape; raise StepscopeError unless exactly one is given."""
+    """Return the configuration fields for a size or a shape.
+
+    Raises:
+        StepscopeError: If neither or both are given, or the given one is invalid.
+    """
     from stepscope.config import Dimensions, resolve_size
 
     if (size is None) == (shape is None):
-        count = "neither" if shape is None else "both"
-        raise StepscopeError(f"size: got {count}, but expected either a size, such as small, or --shape")
+        given = "neither a size nor --shape" if shape is None else "both a size and --shape"
+        raise StepscopeError(
+            f"size: got {given}, but expected exactly one of them, for example the size small"
+        )
     if shape is None:
         return {"size": resolve_size(str(size), edition)}
     if edition is not None:
         raise StepscopeError(
-            f"--edition: got {edition}, but --edition only applies to a named size, and --shape was given"
+            f"--edition: got {edition}, but --edition only applies to a named size, not to --shape"
         )
     if not re.fullmatch(r"[0-9]{1,7}(/[0-9]{1,7}){3}", shape):
         raise StepscopeError(f"--shape: got {shape!r:.80}, but expected four numbers such as 768/3072/12/12")
@@ -385,8 +396,9 @@ def list_runs(
 ) -> None:
     """List a folder's runs with their status, and report invalid records.
 
-    If the output isn't a terminal, the list has tab-separated columns and a header line. Exit status: 1 if a
-    record is invalid.
+    If the output is not a terminal, the columns are separated by tabs, and the first line contains their names.
+
+    Exit status: 0 on success, 1 if a record is invalid.
     """
     from stepscope.runs.record import inconsistency_warnings, mixed_notebook_warnings
     from stepscope.runs.store import Store
@@ -439,13 +451,13 @@ def render(
         bool,
         typer.Option(
             "--writeup",
-            help="Render the project's writeup from a complete campaign instead; only in a checkout.",
+            help="Render the project's writeup from a complete campaign instead. This needs a checkout.",
         ),
     ] = False,
 ) -> None:
     """Write a report that compares a runs folder with the reference: report.md, report.html and figures.
 
-    With --writeup, write writeup.md, writeup.html, evidence and figures from the templates in writeup/. If the
+    With --writeup, use the templates in writeup/ to write writeup.md, writeup.html, evidence and figures. If the
     folder isn't a complete campaign, the command lists the missing parts.
     """
     folder = _local_runs(runs, reading=True)
@@ -453,7 +465,7 @@ def render(
 
 
 def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
-    """Render a runs folder; print the omitted runs and the files' paths."""
+    """Render the report of a runs folder; print which runs were omitted and which files were written."""
     console.print("Reading the runs and drawing the figures.")
     from stepscope.report import machine, output, writeup
     from stepscope.report.load import read, steady
@@ -480,7 +492,11 @@ def check(
     runs: Annotated[
         Path | None,
         typer.Option(
-            "--runs", parser=_folder, metavar="PATH", help="Folder of runs.", show_default="runs/h200"
+            "--runs",
+            parser=_folder,
+            metavar="PATH",
+            help="Folder that contains the runs.",
+            show_default="runs/h200",
         ),
     ] = None,
     out: Annotated[
@@ -489,12 +505,15 @@ def check(
             "--out",
             parser=_folder,
             metavar="PATH",
-            help="Folder of the writeup.",
+            help="Folder that contains the writeup.",
             show_default="the checkout",
         ),
     ] = None,
 ) -> None:
-    """Check that the committed writeup matches its records: its text exactly, its figures by their data."""
+    """Check that the committed writeup matches its records.
+
+    The text must be identical, and the figures must show the same data.
+    """
     from stepscope.report.check import check
 
     project = PROJECT or Path.cwd()
@@ -512,7 +531,7 @@ def fit(
     size: Annotated[
         str | None,
         typer.Argument(
-            help="A named size, unless you give --shape. Without a size or a shape, show the assignment's grid."
+            help="A named size (not needed with --shape). Without a size or --shape, show the assignment's grid."
         ),
     ] = None,
     edition: EditionOption = None,
@@ -526,12 +545,12 @@ def fit(
     memory: Annotated[
         float | None,
         typer.Option(
-            help="GPU memory in GiB: nvidia-smi's MiB divided by 1,024, not the GB of a data sheet.",
-            show_default="the memory of this machine's smallest GPU, or 80",
+            help="GPU memory in GiB: the MiB that nvidia-smi shows, divided by 1,024 (not a data sheet's GB).",
+            show_default="memory of this machine's smallest GPU; 80 without a GPU",
         ),
     ] = None,
 ) -> None:
-    """Predict a training step's peak memory, and the largest context length, batch and size that fit."""
+    """Predict a training step's peak memory, and the largest context length, batch and model that fit."""
     if memory is not None and not 0 < memory < math.inf:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.config import configure
@@ -562,19 +581,19 @@ def profile(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="A capture by nsys (.sqlite or .nsys-rep, or a .csv of nsys stats) or torch.profiler (.json), or"
-            " a PyTorch memory snapshot (.pickle). Each may be gzipped. Several captures are compared as the ranks"
-            " of one step."
+            help="A capture from nsys (.sqlite, .nsys-rep, or a .csv from nsys stats) or torch.profiler (.json),"
+            " or a PyTorch memory snapshot (.pickle). Files may be gzipped. Several captures are compared as ranks"
+            " of the same step."
         ),
     ],
     step: Annotated[
-        str | None, typer.Option(help="Name of the ranges that mark steps, without the step's number.")
+        str | None, typer.Option(help="Name of the ranges that mark the steps, without the step number.")
     ] = None,
     phase: Annotated[
         list[str] | None,
         typer.Option(
-            help="A phase and the name of its ranges (forward=NAME) or a pattern for the name (forward=*(F));"
-            " repeat the option for several phases."
+            help="A phase and the name of its ranges (forward=NAME), or a pattern that matches their names"
+            " (forward=*(F)). Repeat the option for several phases."
         ),
     ] = None,
     device: Annotated[int | None, typer.Option(help="Index of the GPU.", show_default="the busiest")] = None,
@@ -593,15 +612,16 @@ def profile(
         ),
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(help="File for a table of all operations or allocations, one per line.")
+        Path | None,
+        typer.Option(help="CSV file to which all operations or allocations are written, one per line."),
     ] = None,
     form: Annotated[
         str, typer.Option("--format", metavar="text|json|markdown", help="Output format.")
     ] = "text",
 ) -> None:
-    """Summarize a profiler capture: where a step's GPU time goes, why the GPU is idle, what to optimize first.
+    """Summarize a profiler capture: where a step's GPU time goes, why the GPU is idle, and what to optimize first.
 
-    For captures of several ranks, show the time that each rank computes, transfers and waits, and which rank the
+    For captures of several ranks, show how long each rank computes, transfers data and waits, and which rank the
     others wait for. For a memory snapshot, show the peak memory, the tensors that make it up, and the lines of
     code that allocated them.
 
@@ -610,7 +630,7 @@ def profile(
     file = files[0]
     for path in files:
         if console.is_terminal and path.is_file():  # printed before the slow imports
-            console.print(f"Reading {path.name}, {path.stat().st_size / 2**20:,.1f} MiB.")
+            console.print(f"Reading {path.name} ({path.stat().st_size / 2**20:,.1f} MiB).")
     from stepscope.captures.lines import FORMATS, rendered
     from stepscope.captures.ranks import profile_ranks
     from stepscope.captures.snapshot import is_pickle, snapshot_lines
@@ -623,13 +643,13 @@ def profile(
         if len(files) > 1:
             if csv or from_ms is not None or to_ms is not None:
                 raise StepscopeError(
-                    "--csv, --from, --to: got several captures, but these options take only one"
+                    "--csv, --from, --to: got several captures, but these options only work with a single capture"
                 )
             lines = profile_ranks(files, step, phases_of(phase or []), device)
         elif is_pickle(file):
             if step or phase or from_ms is not None or to_ms is not None:
                 raise StepscopeError(
-                    f"{file} is a memory snapshot, to which --step, --phase, --from and --to don't apply"
+                    f"{file}: --step, --phase, --from and --to don't apply to a memory snapshot"
                 )
             lines = snapshot_lines(file, device=device, csv=csv)
         else:
@@ -641,7 +661,7 @@ def profile(
 
 @app.command()
 def doctor() -> None:
-    """Show this machine's hardware and software, and any tools that measuring needs but that are missing."""
+    """Show this machine's hardware and software, and whether any tool needed for measuring is missing."""
     from stepscope.config import resolve_device
     from stepscope.measure.rates import kernel_launch_us
 
@@ -658,7 +678,7 @@ def doctor() -> None:
 
 
 def _nsys_status() -> str:
-    """Describe the installed nsys, or the tool that replaces it if nsys is missing or incomplete."""
+    """Describe the installed nsys. If it is missing or incomplete, say which profiler is used instead."""
     from stepscope.traces.nsys_tool import find_nsys, missing_libraries, nsys_version
 
     nsys = find_nsys()
@@ -669,14 +689,17 @@ def _nsys_status() -> str:
         )
     if missing := missing_libraries(nsys):
         return (
-            f"version {nsys_version(nsys)}, incomplete: its importer needs {', '.join(missing)}. It can"
-            " profile but not write reports, so torch.profiler is used instead."
+            f"version {nsys_version(nsys)}, but incomplete: its importer can't find {', '.join(missing)}."
+            " It can profile but not write reports, so torch.profiler is used instead."
         )
     return f"version {nsys_version(nsys)}"
 
 
 def main() -> None:
-    """Run the command line; on an input or file error, print one line instead of a traceback, and exit with 2."""
+    """Run the command-line interface.
+
+    If the input or a file causes an error, print one line instead of a traceback, and exit with status 2.
+    """
     # Until a sweep handles Ctrl-C, SIGINT ends the process directly, because imports can swallow a
     # KeyboardInterrupt.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

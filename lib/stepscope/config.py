@@ -1,4 +1,4 @@
-"""Run configurations: typed, validated, and identified by their fields.
+"""Define run configurations, which are typed, validated, and identified by their fields.
 
 :class:`RunConfig` has the fields of every run, and :class:`StepConfig` adds those of the model's training step.
 Each study subclasses one of them as ``Config`` in its ``config.py`` and adds its own fields. Every input of a run
@@ -65,18 +65,18 @@ MODE_NAMES = {"forward": "forward", "forward_backward": "forward + backward", "s
 
 
 class ConfigError(StepscopeError, ValueError):
-    """An error for an invalid configuration; the message names the field, its value and the expected values."""
+    """Raised for an invalid configuration. The message names the field, its value and the expected values."""
 
 
 def resolve_size(name: Any, edition: Any = None) -> str:
-    """Return a size's name in :data:`SIZES`.
+    """Convert the name of a model size to the corresponding name in :data:`SIZES`.
 
     Args:
         name: the size's name in the handout of ``edition``, or in :data:`SIZES` if ``edition`` is None.
         edition: the year of the handout, or None.
 
     Raises:
-        ConfigError: If the edition is unknown, or no size has this name.
+        ConfigError: If the edition is unknown, or has no size with this name.
     """
     if edition not in [None, *EDITIONS]:
         years = " and ".join(map(str, EDITIONS))
@@ -90,7 +90,7 @@ def resolve_size(name: Any, edition: Any = None) -> str:
     message = f"size: got {truncated_repr(name)}, but {expected} {', '.join(size_of)}"
     for name_in_edition, size in size_of.items():
         if size == name:
-            message += f", and calls {name} {name_in_edition}"
+            message += f"; it calls {name} {name_in_edition}"
     raise ConfigError(message)
 
 
@@ -114,7 +114,7 @@ MAX_SHOWN = 100  # maximum length of an invalid value in an error message
 
 
 def truncated_repr(value: Any) -> str:
-    """Format a value for an error message: on one line, and truncated if long."""
+    """Return a value's repr for an error message, on one line and truncated if it is long."""
     short = reprlib.Repr()  # limits the output even for deeply nested or huge values
     short.maxstring = short.maxother = MAX_SHOWN
     try:
@@ -125,7 +125,10 @@ def truncated_repr(value: Any) -> str:
 
 
 class RunConfig(BaseModel):
-    """The fields of every run. Build configurations with :func:`configure`, whose error messages are readable."""
+    """The fields that every run has.
+
+    Build configurations with :func:`configure`, which reports invalid fields in readable error messages.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -141,7 +144,10 @@ class RunConfig(BaseModel):
 
     @classmethod
     def tunable_fields(cls) -> list[str]:
-        """Return the fields that allow more than one value; these are the parameters of the study's notebook."""
+        """Return the names of the fields that allow more than one value.
+
+        These fields are the parameters of the study's notebook.
+        """
         names = []
         for name, field in cls.model_fields.items():
             is_literal = get_origin(field.annotation) is Literal
@@ -163,14 +169,15 @@ class RunConfig(BaseModel):
 
     @property
     def gpus_needed(self) -> int:
-        """The number of GPUs that the run uses; on a CPU, the number of the worker's slots that it uses."""
+        """The number of GPUs that the run uses. On a CPU, this is the number of the worker's slots."""
         return 1
 
     def digest(self) -> str:
         """Return a digest of the fields that differ from their defaults.
 
-        Defaults are excluded so that adding a field later doesn't rename existing runs. If a default changes, two
-        configurations can share a digest, but a record holds every field, so it matches only one of them.
+        Defaults are excluded, so that the ids of existing runs don't change when a field is added. If a default
+        changes, two configurations can share a digest, but a record contains every field, so it matches only one
+        of them.
         """
         return digest_of(self.fields_of_id())
 
@@ -179,11 +186,14 @@ class RunConfig(BaseModel):
 
     @property
     def shape(self) -> str:
-        """The model's size name or its dimensions."""
+        """The name of the model's size, or the model's dimensions if the size has no name."""
         return f"d{self.d_model}"
 
     def words_of_id(self) -> list[str]:
-        """Return the run id's words: shape and context length, and mode and precision if the study varies them."""
+        """Return the words with which the run id begins.
+
+        These are the shape, the context length, and the mode and precision if the study varies them.
+        """
         words = [self.shape.replace(" ", "-"), f"ctx{self.context_length}"]
         tunable = self.tunable_fields()
         for name in ("mode", "precision"):
@@ -198,7 +208,7 @@ class RunConfig(BaseModel):
 
     @property
     def label(self) -> str:
-        """A description for readers: the run id's words, and all other fields that differ from their defaults."""
+        """A readable description: the run id's words, and all other fields that differ from their defaults."""
         in_id = {"study", "device", "size", "mode", "precision", "context_length", *Dimensions._fields}
         others = self.model_dump(exclude_defaults=True, exclude=in_id)
         parts = [" ".join([self.study, *self.words_of_id()])]
@@ -220,7 +230,7 @@ def _format_value(value: Any) -> str:
 
 
 class StepConfig(RunConfig):
-    """The configuration of a run of the model's training step, or of part of it."""
+    """The configuration of a run that executes the model's training step, or part of this step."""
 
     study: str = "step"
     size: str = "custom"
@@ -236,10 +246,11 @@ class StepConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_dimensions(cls, values: Any) -> Any:
-        """Fill in the dimensions if a size is named, or the name if a named size has these dimensions.
+        """Fill in the dimensions of a named size, or the name of the size that has the given dimensions.
 
-        ``size`` can also be an unnamed size as tables format it, such as "d512 f2048 l8 h8". The optional
-        ``edition``, which isn't a field, is the year of the handout that the size's name comes from.
+        ``size`` can also be a text with the dimensions of an unnamed size, in the format that tables use, such as
+        "d512 f2048 l8 h8". The optional ``edition``, which isn't a field, is the year of the handout that defines
+        the size's name.
 
         Raises:
             ValueError: If ``edition`` is given without a size, or a dimension contradicts the size.
@@ -289,7 +300,7 @@ class StepConfig(RunConfig):
         return self
 
     def step(self, **changes: Any) -> "StepConfig":
-        """Return a StepConfig with this run's values and ``changes``, omitting the fields that its study adds."""
+        """Return this configuration as a StepConfig, with ``changes`` and without the study's own fields."""
         names = StepConfig.model_fields.keys() - {"study", "size"}
         fields = {name: getattr(self, name) for name in names}
         return StepConfig(**fields | changes)
@@ -303,9 +314,9 @@ class StepConfig(RunConfig):
 
 @functools.cache
 def studies() -> dict[str, type[RunConfig]]:
-    """Return the configuration class of each study by name, in the report's order.
+    """Return each study's configuration class, keyed by the study's name, in the order of the report.
 
-    The classes are imported by name, because the studies import this module.
+    The studies' modules are imported by name, because they import this module.
     """
     names = importlib.import_module("stepscope.studies").STUDIES
     configs = {}
@@ -316,12 +327,13 @@ def studies() -> dict[str, type[RunConfig]]:
 
 
 def configure(study: str, **values: Any) -> Any:
-    """Validate one run's fields and return the study's ``Config``.
+    """Validate the fields of a run, and return them as the study's ``Config``.
 
-    Fields that are None count as omitted, and ``device`` defaults to ``auto``.
+    A field that is None counts as omitted. ``device`` defaults to ``auto``.
 
     Raises:
-        ConfigError: If a field is invalid; the message names each such field, its value and the expected values.
+        ConfigError: If a field is invalid. The message names all invalid fields, with the values and what was
+            expected.
     """
     known = studies()
     if not isinstance(study, str) or study not in known:
@@ -337,7 +349,7 @@ def configure(study: str, **values: Any) -> Any:
 
 
 def format_errors(error: ValidationError, model: type[BaseModel]) -> str:
-    """Format a validation error: one sentence per invalid field, which begins with the field's path."""
+    """Format a validation error with one sentence per invalid field, each beginning with the field's path."""
     sentences = [_format_error(item, model) for item in error.errors()]
     return "; ".join(sentences)
 
@@ -350,7 +362,7 @@ def _format_error(error: Any, model: type[BaseModel]) -> str:
     if error["type"] == "extra_forbidden":
         return f"{field}: no such field; {_suggest(str(location[-1]), model.model_fields)}"
     if error["type"] == "missing":
-        return f"{field}: not given, and it has no default"
+        return f"{field}: not given, but it has no default"
     message = error["msg"]
     expected = message[0].lower() + message[1:]
     return f"{field}: got {truncated_repr(error['input'])}, but {expected}"
@@ -386,7 +398,7 @@ def from_notebook(study: str, names: dict[str, Any]) -> Any:
 
 
 def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ()) -> None:
-    """Reject unknown papermill parameters, because papermill itself only prints a warning about them.
+    """Reject unknown papermill parameters, for which papermill itself only prints a warning.
 
     Args:
         names: the notebook's ``globals()``, whose history ``In`` includes the cell that papermill injects.
@@ -407,7 +419,10 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
 
 
 def assigned_constants(cell: str) -> list[str]:
-    """Return the names to which a cell assigns constants, or [] if the cell does more than assign and import."""
+    """Return the names of the variables to which a cell assigns constants.
+
+    The result is empty if the cell does anything other than assign constants and import modules.
+    """
     names: list[str] = []
     try:
         for statement in ast.parse(cell).body:
@@ -433,7 +448,7 @@ def require_device(config: RunConfig) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError(
-                f"device: got 'cuda', but torch {torch.__version__} sees no CUDA GPU here;"
+                f"device: got 'cuda', but torch {torch.__version__} finds no CUDA GPU here;"
                 " use 'cpu' or 'auto'"
             )
         major, minor = torch.cuda.get_device_capability()

@@ -1,4 +1,4 @@
-"""Look up GPUs' peak rates in their vendors' data sheets."""
+"""Look up the peak rates of GPUs in the vendors' data sheets."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,11 @@ from stepscope.yaml_files import load_yaml
 
 
 def data_sheet(name: str) -> dict[str, Any]:
-    """Look up a GPU's data sheet by the words in the GPU's name; return an empty dict if the GPU isn't listed.
+    """Return the data sheet of the GPU with this name, or an empty dict if no data sheet matches the name.
 
-    Keys: the dense rate of each precision in TFLOP/s, the memory bandwidth ``tb_s`` in TB/s, the ``link`` to other
-    GPUs and its bandwidth ``link_gb_s`` in GB/s, ``source`` and ``url``.
+    Each precision is a key for its peak dense rate in TFLOP/s. The other keys are ``tb_s`` (memory bandwidth in
+    TB/s), ``link`` (the interconnect to other GPUs), ``link_gb_s`` (its bandwidth in GB/s), ``source`` and
+    ``url``.
     """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     return next(

@@ -1,7 +1,7 @@
 """Read files safely from a runs folder, and write files durably and atomically.
 
-A folder may come from anywhere, and may contain symlinks to other places, pipes without a writer, or devices.
-Therefore, every file in a run is read with :func:`open_within`.
+A runs folder may come from an untrusted source, and may contain symlinks to other places, pipes without a writer,
+or device files. Therefore, every file in a run is read with :func:`open_within`.
 """
 
 import errno
@@ -13,13 +13,14 @@ from pathlib import Path
 
 
 def open_within(root: Path, name: str) -> BufferedReader:
-    """Open a regular file below ``root`` for reading, without blocking and without following symlinks.
+    """Open a regular file below ``root`` for reading, without blocking and without leaving ``root``.
 
     Args:
         name: the file's path relative to ``root``.
 
     Raises:
-        OSError: If the file is missing, isn't a regular file, or is outside ``root`` (perhaps through a symlink).
+        OSError: If the file is missing, isn't a regular file, or is outside ``root`` (for example,
+            because a symlink leads there).
     """
     path = Path(os.path.realpath(root / name))
     if not path.is_relative_to(os.path.realpath(root)):
@@ -30,15 +31,18 @@ def open_within(root: Path, name: str) -> BufferedReader:
 
 
 def read_within(root: Path, name: str, max_bytes: int) -> bytes:
-    """Read an entire file below ``root``.
+    """Return the content of a file below ``root``.
+
+    Args:
+        name: the file's path relative to ``root``.
 
     Raises:
-        OSError: If :func:`open_within` raises it, or the file contains more than ``max_bytes``.
+        OSError: As in :func:`open_within`, or if the file contains more than ``max_bytes`` bytes.
     """
     with open_within(root, name) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes")
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes")
     return content
 
 
@@ -48,7 +52,7 @@ def write_text_durably(path: Path, text: str) -> None:
 
 
 def write_texts_durably(texts: Mapping[Path, str]) -> None:
-    """Write files that belong together.
+    """Write a set of files that belong together, and replace any old versions.
 
     All new files are on disk, under temporary names, before the first new file replaces its old version.
     Therefore, if the disk is full, the old files stay unchanged and no temporary files are left.
@@ -77,7 +81,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Ensure that a file's content, or a folder's renames, survive a power failure."""
+    """Flush a file's content, or the renames in a folder, to disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,9 +90,10 @@ def sync(path: Path) -> None:
 
 
 def one_line(text: object, max_chars: int) -> str:
-    """Return untrusted text on one line.
+    """Convert untrusted text to one printable line.
 
-    Unprintable characters become spaces, and text longer than ``max_chars`` is cut off with an ellipsis.
+    Unprintable characters and runs of whitespace become single spaces. A line of more than ``max_chars``
+    characters is truncated and ends with an ellipsis.
     """
     prefix = str(text)[: 4 * max_chars]
     printable = "".join(char if char.isprintable() else " " for char in prefix)

@@ -1,4 +1,4 @@
-"""Statistics of measurements, and the thresholds below which a difference is noise."""
+"""Compute statistics of measurements, and define the thresholds below which a difference is noise."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,9 +28,10 @@ MAX_LOST_SHARE = 1e-3
 
 
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Return ``median``, ``mean``, ``std`` (of the sample), the quartiles ``q1`` and ``q3``, and ``min``.
+    """Return ``median``, ``mean``, ``std`` (sample standard deviation), quartiles ``q1`` and ``q3``, and ``min``.
 
-    All have the unit of the values. ``std`` of a single value is NaN, and so are all statistics of no values.
+    All statistics are in the unit of the values. The ``std`` of a single value is NaN. If there are no values, all
+    statistics are NaN.
     """
     samples = np.asarray(values, dtype=float)
     if not len(samples):
@@ -48,17 +49,18 @@ def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan) -> bool:
-    """Return whether a phase or step is launch-bound; False if ``busy`` is unknown.
+    """Return whether a phase or step is launch-bound. The result is False if ``busy`` is NaN.
 
     A step is launch-bound if (1) the GPU is idle for more than 5% of the wall time and (2) the CPU takes longer to
-    enqueue the step than the GPU takes to run it. Neither condition suffices alone. Small kernels leave gaps of
-    2 µs even if the CPU is far ahead. Once the launch queue (1,024 launches) is full, the CPU must wait for the
-    GPU, so enqueuing takes almost as long as the step.
+    enqueue the step than the GPU takes to run it. Neither condition is sufficient on its own. Small kernels leave
+    gaps of 2 µs even if the CPU is far ahead. Once the launch queue (1,024 launches) is full, the CPU must wait
+    for the GPU, so enqueuing takes almost as long as the step.
 
     Args:
-        busy: GPU time divided by wall time, or NaN.
-        enqueue_ms: the time that the CPU takes to enqueue the step; if it is NaN, only the first condition counts.
-        gpu_ms: the time that the GPU takes to run the step.
+        busy: GPU time divided by wall time; NaN if unknown.
+        enqueue_ms: the time in ms that the CPU takes to enqueue the step. If it is NaN, only the first condition
+            counts.
+        gpu_ms: the time in ms that the GPU takes to run the step.
     """
     is_gpu_idle = busy < LAUNCH_BOUND
     is_cpu_ahead = enqueue_ms <= gpu_ms
@@ -66,21 +68,22 @@ def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan
 
 
 def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
-    """Apply :func:`launch_bound` to the columns ``busy``, ``enqueue_ms`` and ``gpu_ms`` of each row."""
+    """Return a mask of the launch-bound rows, given their columns ``busy``, ``enqueue_ms`` and ``gpu_ms``."""
     inputs = rows[["busy", "enqueue_ms", "gpu_ms"]].astype(float)
     results = [launch_bound(*row) for row in inputs.to_numpy()]
     return pd.Series(results, rows.index, dtype=bool)
 
 
 def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return the speedup in wall time from one step to another, or NaN if the difference is within the noise.
+    """Return the wall-time speedup of the step ``after`` over the step ``before``, or NaN if it is noise.
 
-    If one of the steps is launch-bound, the fastest steps are compared, because medians of launch-bound steps
+    If either step is launch-bound, the minimum wall times are compared, because medians of launch-bound steps
     aren't reproducible, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are
     compared, and every difference counts.
 
     Args:
-        before, after: mappings with ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and ``busy``.
+        before, after: the two steps, as mappings with ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and
+            ``busy``.
     """
     steps = (before, after)
     are_bound = [launch_bound(step["busy"], step["enqueue_ms"], step["gpu_ms"]) for step in steps]
@@ -93,12 +96,12 @@ def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> flo
 
 
 def spread_ms(rows: pd.DataFrame) -> pd.Series:
-    """Return the interquartile range of each row's wall times in ms; a few slow steps don't change it."""
+    """Return the interquartile range of each row's wall times in ms, which a few slow steps hardly affect."""
     return rows["wall_q3_ms"] - rows["wall_q1_ms"]
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> float:
-    """Return the total length that intervals cover, counting overlaps once, in the intervals' unit."""
+    """Return the length of the union of intervals, in the intervals' unit. Overlaps count once."""
     if not len(starts):
         return 0
     order = np.argsort(starts, kind="stable")

@@ -14,11 +14,14 @@ UNREADABLE = (OSError, YAMLError, ValueError, LookupError, TypeError, AttributeE
 
 
 class YamlFileError(StepscopeError, ValueError):
-    """An error for a file that isn't plain YAML; the message names the file, the problem and its position."""
+    """Raised if a file isn't plain YAML. The message names the file, the problem and its position."""
 
 
 def load_yaml(path: Path) -> Any:
-    """Read a YAML file with a single document as dicts, lists, strings, numbers, booleans, dates and None.
+    """Read a YAML file that contains one document.
+
+    Returns:
+        The document as plain data: dicts, lists, strings, numbers, booleans, dates and None.
 
     Raises:
         YamlFileError: If the file can't be read, is larger than :data:`MAX_BYTES`, isn't UTF-8 or YAML, or repeats
@@ -28,7 +31,7 @@ def load_yaml(path: Path) -> Any:
         if path.is_fifo():  # reading a FIFO would block until a writer opens it
             raise ValueError("it is not a regular file")
         if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+            raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
         return YAML(typ="safe", pure=True).load(path.read_text("utf-8-sig"))
     except UNREADABLE as error:
         problem = getattr(error, "strerror", None) or error

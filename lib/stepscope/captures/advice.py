@@ -1,8 +1,8 @@
 """Rank possible optimizations by the time that each could save per step.
 
-Optimizing a kernel can save the time in which nothing else runs, closing an idle gap saves its length, and hiding
-a copy or collective saves its exposed time. These are upper bounds: an optimization saves at most this time. Each
-piece of advice names the one place that it concerns.
+Optimizing a kernel can save the time during which no other operation runs, closing an idle gap saves the length of
+the gap, and hiding a copy or a collective saves its exposed time. These savings are upper bounds. Each piece of
+advice concerns a single place in the program, which it names.
 """
 
 import math
@@ -49,7 +49,7 @@ class Advice(NamedTuple):
 
 
 def rank_advice(gpu: Device, causes: pd.DataFrame) -> list[Advice]:
-    """Return up to MAX_ADVICE pieces of advice, starting with the largest possible saving.
+    """Return at most MAX_ADVICE pieces of advice, starting with the largest possible saving.
 
     Args:
         causes: the idle time by cause, as returned by ``sum_by_cause``.
@@ -72,7 +72,7 @@ def rank_advice(gpu: Device, causes: pd.DataFrame) -> list[Advice]:
 def _advice_for_communication(gpu: Device) -> list[Advice]:
     """Advise hiding transfers, and balancing the work of GPUs that wait for one another.
 
-    Captures that contain a start-up get no such advice.
+    If the capture contains a start-up, give no such advice.
     """
     if gpu.startup_ms:
         return []
@@ -104,7 +104,7 @@ def _copy_advice_text(gpu: Device) -> str:
 
 
 def capture_again(gpu: Device) -> str:
-    """Describe what a new capture should record; return "" if this capture has all the data that advice needs."""
+    """Describe what a new capture should record, or return "" if this capture is sufficient for advice."""
     if gpu.untraced_graphs:
         return "capture again with the operations of CUDA graphs: without them, the idle time is unknown"
     has_mostly_empty_steps = len(gpu.host_steps) > 0 and not gpu.has_steps
@@ -123,7 +123,7 @@ def capture_again(gpu: Device) -> str:
 
 
 def _advice_for_idle(causes: pd.DataFrame, startup_ms: float) -> list[Advice]:
-    """Advise on each cause of idle time at each place.
+    """Give advice for each cause of idle time at each place in the program.
 
     If the capture contains a start-up, only advise starting the capture later.
     """
@@ -184,7 +184,7 @@ def short_kernel_name(name: str) -> str:
 
 
 def _location_text(place: str) -> str:
-    """Return " in" followed by the place; "" if the place is unknown."""
+    """Return " in " followed by the place, or "" if the place is unknown."""
     return f" in {one_line(place, MAX_NAME_CHARS)}" if place else ""
 
 
@@ -201,8 +201,8 @@ TEXT_BY_CAUSE = {
 def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
     """Return a mask of the operations between the two matmuls of unfused attention.
 
-    The operations are attention's softmax and the masking, scaling, casts and dropout around this softmax. A
-    loss's softmax is excluded.
+    These operations are attention's softmax, and the masking, scaling, casts and dropout around it. The softmax
+    of a loss is excluded.
     """
     is_unfused = np.full(len(rows), False)
     family = rows["kernel_category"].astype(str).to_numpy()
@@ -222,7 +222,7 @@ def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
 
 
 def _indices_until_matmul(family: np.ndarray, indices: np.ndarray) -> list[int] | None:
-    """Return the indices before the first matmul; None if no matmul follows or unrelated work comes first."""
+    """Return the indices before the first matmul, or None if there is none or unrelated work precedes it."""
     between: list[int] = []
     for index in indices:
         if family[index] == MATMUL:
@@ -234,7 +234,7 @@ def _indices_until_matmul(family: np.ndarray, indices: np.ndarray) -> list[int] 
 
 
 def _advice_for_attention(gpu: Device) -> list[Advice]:
-    """Advise using fused attention, and using torch.compile for other operations that could be fused."""
+    """Advise using fused attention, and torch.compile for other operations that could be fused."""
     rows = gpu.running_ops
     is_attention = pd.Series(unfused_attention(rows), rows.index)
     is_fusable = rows["kernel_category"].isin(FUSABLE) & (rows["phase"] != "optimizer") & ~is_attention
@@ -298,8 +298,8 @@ def _time_saved_at_rate(
 ) -> float:
     """Return the time in ms per step that running these matmuls at ``target_tflops`` would save.
 
-    Their FLOPs determine their current rate; if the FLOPs are unknown, we assume ``current_tflops``. Without a
-    target, all of the matmuls' time counts as saved.
+    The matmuls' FLOPs determine their current rate. If the FLOPs are unknown, ``current_tflops`` is assumed. If
+    there is no target, or the current rate is unknown, all of the matmuls' time counts as saved.
     """
     rows = gpu.running_ops[is_matmul.to_numpy()]
     total = gpu.time_saved_without(is_matmul)
@@ -313,7 +313,7 @@ def _time_saved_at_rate(
 
 
 def _advice_for_generated(gpu: Device) -> list[Advice]:
-    """Advise on the compiler-generated kernel that loses the most time to slow memory traffic."""
+    """Advise on the compiler-generated kernel that loses the most time because of low memory throughput."""
     kernels = gpu.generated
     if len(kernels) < 2:
         return []
@@ -329,6 +329,6 @@ def _advice_for_generated(gpu: Device) -> list[Advice]:
     return [
         Advice(
             float(saved_ms[slowest]) * min(1.0, exposed_share),
-            f"speed up {name}: it moves {rate}, but the other generated kernels move {other_rate}",
+            f"speed up {name}: it reaches {rate}, but the other generated kernels reach {other_rate}",
         )
     ]

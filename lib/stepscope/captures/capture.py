@@ -1,8 +1,8 @@
 """Read a capture of any program, from nsys or torch.profiler, and assign its operations to steps and phases.
 
-Range names determine steps and phases. Autograd's ranges mark the backward pass, and the operators that created
-autograd's nodes mark the forward pass. Operations launched before the capture, before its first step or in a
-warm-up are excluded, but counted.
+The names of ranges determine the steps and phases. If no names denote the backward or forward phase, autograd's
+ranges mark the backward phase, and the operators that created autograd's nodes mark the forward phase. Operations
+launched before the capture, before its first step or in a warm-up are excluded, but counted.
 """
 
 import fnmatch
@@ -86,25 +86,26 @@ class Capture:
     """A capture's GPU operations, steps and host events.
 
     Attributes:
-        operations: a row per operation, ordered by start. Columns, with the value for "none" or "unknown" in
-            parentheses: kind (kernel, memcpy, memset), name, family, device, stream, start_ns, duration_ns,
-            launch_start_ns and launch_duration_ns (NA), thread (-1), process, phase ("outside"), range (the
-            outermost range that isn't a step, a phase or a library's range; ""), inner_range (the innermost such
-            range), step (-1), bytes (of a copy, a fill or a generated kernel's arguments; -1), a matmul's flops
-            (-1) and dtype (""), and a collective's message_bytes (-1), group_size (1) and communicator ("").
+        operations: a row per operation, ordered by start. The columns, with their values for "none" or
+            "unknown" in parentheses, are kind (kernel, memcpy, memset), name, kernel_category, device, stream,
+            start_ns, duration_ns, launch_start_ns and launch_duration_ns (NA), thread (-1), process, phase
+            ("outside"), range (the outermost range that isn't a step, a phase or a library's range; ""),
+            inner_range (the innermost such range; ""), step (-1), bytes (of a copy, a fill or a generated
+            kernel's arguments; -1), flops (-1) and dtype ("") of a matmul, and message_bytes (-1), group_size
+            (1) and communicator ("") of a collective.
         excluded: operations launched before the capture, before its first step or in a warm-up. The column warm_up
             marks operations in a warm-up.
-        ranges: the steps' ranges by process and step, with the columns name, start_ns and end_ns (on the host).
+        ranges: the ranges of the steps on the host, with the columns process, step, name, start_ns and end_ns.
         host: long host events, with the columns kind (call, operator, range, frame), name, process, thread,
             start_ns and end_ns; empty if the capture contains none.
         autograd: whether autograd's ranges determine the backward phase.
-        gpus: GPU names by id.
-        rank: the process's rank and the number of ranks.
+        gpus: the names of the GPUs, by id.
+        rank: the process's rank and the number of ranks; None if unknown.
         base_ns: the zero point of the capture's times, in ns since 1970; 0 if unknown.
         shapes: whether the shapes of the operators' inputs were recorded.
-        untraced_graphs: CUDA graph launches (process, start_ns) whose operations the capture omits.
-        unfinished: the number of host events without an end; these events are dropped.
-        processes: the name that the capture gives each process, by process number.
+        untraced_graphs: the CUDA graph launches (process, start_ns) whose operations the capture omits.
+        unfinished: the number of host events without an end, which are dropped.
+        processes: the names that the capture gives the processes, by process number.
     """
 
     path: str
@@ -125,7 +126,7 @@ class Capture:
 
     @property
     def steps(self) -> list[str]:
-        """The name of each step, by number, as given by the first process that ran the step."""
+        """The name of each step, in order, as in the first process that ran the step."""
         return self.ranges.drop_duplicates("step")["name"].tolist()
 
     @cached_property
@@ -137,10 +138,11 @@ class Capture:
         return len(self.excluded)
 
     def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
-        """Return a capture with only the operations that start in a time span, and only the steps fully inside it.
+        """Return a capture with only the operations that start in a time span, and the steps fully within it.
 
         Args:
-            from_ms, to_ms: times in ms after the first operation; None means the capture's start or end.
+            from_ms, to_ms: the time span, in ms after the start of the first operation. None stands for the
+                start or the end of the capture.
 
         Raises:
             TraceError: If no operation starts in the time span.
@@ -154,7 +156,7 @@ class Capture:
         is_inside = (start >= begin) & (start < stop)
         if not is_inside.any():
             raise TraceError(
-                f"{self.path}: no operation begins between --from and --to; expected a time span within the"
+                f"{self.path}: no operation starts between --from and --to; expected a time span within the"
                 f" {(last - first) / 1e6:g} ms of the capture"
             )
         step_columns = ["process", "step"]
@@ -179,16 +181,16 @@ def load_capture(
     """Read a capture file, which may be gzipped.
 
     The file may come from nsys (``.sqlite``; ``.nsys-rep`` if nsys is installed; or the report cuda_gpu_trace as
-    ``.csv``), or from torch.profiler (``.json``) on CUDA or ROCm.
+    ``.csv``), or from torch.profiler (``.json``) on CUDA, ROCm or XPU.
 
     Args:
         step: the name of the step ranges, without numbers; None to detect the name.
-        phases: the phase for each range name or pattern, such as "*(F)". All other ranges get the phase that their
-            own names denote.
-        on_cpu: if a trace contains no GPU work, read the CPU's operators and gloo's collectives instead.
+        phases: a dict that maps names of ranges, or patterns such as "*(F)", to phases. All other ranges get the
+            phases that their own names denote.
+        on_cpu: whether to read the CPU's operators and gloo's collectives instead if a trace contains no GPU work.
 
     Raises:
-        TraceError: If the file has none of these formats, is cut off or contains no GPU work, or if no range
+        TraceError: If the file has none of these formats, is truncated or contains no GPU work, or if no range
             matches the name of the step or of a phase.
     """
     capture = load_capture_or_sums(path, step, phases, on_cpu)
@@ -243,7 +245,7 @@ def load_capture_or_sums(
 
 
 def _gpu_ranges(records: Records, trace: Trace) -> pd.DataFrame:
-    """Return the ranges that a trace records only on the GPU's timeline, in the format of Records' ranges."""
+    """Return the ranges that a trace contains only on the GPU's timeline, in the format of ``Records.ranges``."""
     rows = pd.DataFrame(trace.gpu_ranges, columns=["name", "start_ns", "end_ns"])
     key = np.full(len(rows), records.process[0])
     rows = rows.astype({"name": "category"}).assign(sequence=-1, **thread_columns(key))
@@ -251,11 +253,12 @@ def _gpu_ranges(records: Records, trace: Trace) -> pd.DataFrame:
 
 
 def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
-    """Add message_bytes (-1 if unknown), group_size and communicator to operations launched inside NCCL's ranges.
+    """Add message_bytes (-1 if unknown), group_size and communicator to operations launched within NCCL's ranges.
 
-    NCCL reports bytes per rank, so we multiply by the number of ranks to obtain the larger side of an all-gather
-    or reduce-scatter. We assume that the GPUs that communicate in this capture are all of the ranks. If only one
-    GPU communicates, the other ranks were captured separately, and the sizes stay unknown.
+    For an all-gather or reduce-scatter, NCCL reports the bytes per rank. We multiply them by the number of
+    ranks to obtain the size of the input or output, whichever is larger. We assume that the GPUs that
+    communicate in this capture are all of the ranks. If only one GPU communicates, the other ranks were
+    captured separately, and the sizes stay unknown.
     """
     operations = records.operations
     operations[["message_bytes", "group_size", "communicator"]] = -1, 1, ""
@@ -292,7 +295,7 @@ def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
 
 
 def _mark_whole_graphs(operations: pd.DataFrame) -> None:
-    """Assign a separate category to CUDA graphs that were traced as a whole."""
+    """Assign CUDA graphs that were traced as a whole to a separate category."""
     is_graph = matching(operations["name"], lambda name: name.startswith(GRAPH_REPLAY))
     if is_graph.any():
         family = operations["kernel_category"].astype(str).mask(is_graph, WHOLE_GRAPH)
@@ -305,7 +308,7 @@ def _untraced_graphs(
     """Return the CUDA graph launches (process, start_ns) whose operations the capture omits.
 
     Args:
-        key, correlation, start: each graph launch's thread key, correlation id and start in ns.
+        key, correlation, start: the thread key, the correlation id and the start in ns of each graph launch.
     """
     process = key & PROCESS
     if not len(process):
@@ -333,9 +336,9 @@ def _capture_of_report(path: Path, table: pd.DataFrame) -> Capture:
 
 @dataclass
 class Autograd:
-    """Autograd's ranges in the backward pass, and the operators that created its nodes.
+    """Autograd's ranges in the backward pass, and the operators that created autograd's nodes.
 
-    Both tables have the columns of Records' ranges and ``sequence``, a number that an operator shares with the
+    Both tables have the columns of ``Records.ranges`` and ``sequence``, a number that an operator shares with the
     backward range of the node that it created.
     """
 
@@ -344,9 +347,9 @@ class Autograd:
 
 
 def _autograd_from_nvtx(ranges: pd.DataFrame) -> Autograd:
-    """Read sequence numbers from emit_nvtx's ranges.
+    """Read autograd's ranges and operators, with their sequence numbers, from the ranges of emit_nvtx.
 
-    The operator "aten::addmm, seq = 7" creates the node that "autograd::engine::…, seq = 7" runs.
+    For example, the operator "aten::addmm, seq = 7" creates the node that "autograd::engine::…, seq = 7" runs.
     """
     names = ranges["name"].cat.categories.to_series().astype(str)
     sequence = names.str.extract(SEQUENCE_NUMBER)[0].fillna("-1").astype("int64").to_numpy()
@@ -356,7 +359,7 @@ def _autograd_from_nvtx(ranges: pd.DataFrame) -> Autograd:
 
 
 def _host_events_from_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Return the long NVTX ranges as host events; emit_nvtx's ranges become operators."""
+    """Return long NVTX ranges as host events. The ranges of emit_nvtx become operators."""
     rows = ranges[ranges["end_ns"] - ranges["start_ns"] >= SHORT_NS]
     kind = np.where(matching(rows["name"], OPERATOR_RANGE.search), "operator", "range")
     name = rows["name"].astype(str).str.replace(r", (op_id|seq|sizes) = .*", "", regex=True)
@@ -390,7 +393,7 @@ def _records_of_trace(path: str, trace: Trace, on_cpu: bool) -> tuple[Records, A
 
 
 def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
-    """Return a trace's rank and the number of ranks; None if the trace doesn't record them."""
+    """Return a trace's rank and the number of ranks, or None if the trace doesn't contain them."""
     ranks = header.get("distributedInfo")
     rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
     return (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
@@ -399,7 +402,7 @@ def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
 def _with_operator_work(operations: pd.DataFrame, trace: Trace, external_ids: np.ndarray) -> pd.DataFrame:
     """Add the FLOPs and dtype of each operation's operator, and the bytes of a generated kernel's arguments.
 
-    Each kernel of an operator gets the operator's total.
+    Every kernel of an operator gets the operator's total.
     """
     work_by_id = {key: _operator_work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external_ids, return_inverse=True)
@@ -443,7 +446,8 @@ def _attribute(
 ) -> Capture:
     """Assign each operation to the step, phase and ranges that were open in its process at its launch.
 
-    If ``uses_gpu_ranges``, the ranges are from the GPU's timeline, and must be open at the operation's start.
+    If ``uses_gpu_ranges`` is True, the ranges are on the GPU's timeline, and must be open at the operation's
+    start.
     """
     operations, process = records.operations, records.process
     join_launches(records)
@@ -498,7 +502,7 @@ def _attribute(
 def _nested_names(
     ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the names of the outermost and the innermost range around each launch; "" if no range is open."""
+    """Return the names of the outermost and the innermost range around each launch, or "" if none is open."""
     outer = inner = np.full(len(launch), "", object)
     for level in range(MAX_RANGE_DEPTH):
         if ranges.empty:
@@ -535,10 +539,10 @@ def _has_backward_node(
 def _mark_forward(
     step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, has_node: np.ndarray
 ) -> np.ndarray:
-    """Mark the forward phase in a capture whose phases are determined only by autograd's ranges.
+    """Mark the forward phase in a capture in which autograd's ranges determine the phases.
 
     Forward includes everything that a step launches before its first backward operation. Later in the step, it
-    includes operations that create nodes for another backward pass, and everything between two such operations.
+    includes operations that create nodes for another backward pass, and everything between such operations.
     """
     order = np.lexsort((launch, step, process))
     rows = pd.DataFrame(
@@ -564,8 +568,8 @@ def _launched_too_early(
 ) -> np.ndarray:
     """Return a mask of the operations launched before the capture or before its first step.
 
-    An operation was launched before the capture if the capture omits its launch and the operation starts before
-    all operations with a known launch.
+    An operation was launched before the capture if the capture omits its launch, and the operation starts before
+    all operations with known launches.
     """
     first_traced_ns = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
     process_keys = steps["key"].to_numpy("int64") & PROCESS
@@ -578,7 +582,7 @@ def _launched_too_early(
 
 
 def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
-    """Return each range's phase from ``phases``, or else the phase that the range's name denotes; "" for neither.
+    """Return the phase of each range: the one in ``phases``, or else the one that its name denotes, or else "".
 
     Raises:
         TraceError: If a name in ``phases`` matches no range.
@@ -598,7 +602,7 @@ def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str]
 def _matches_name(name: str, pattern: str) -> bool:
     """Return whether a range's name matches ``pattern``.
 
-    If the pattern contains neither "*" nor "?", compare it as a name, ignoring numbers and punctuation.
+    A pattern that contains neither "*" nor "?" is compared as a name, ignoring case, numbers and punctuation.
     """
     if set(pattern) & set("*?"):
         return fnmatch.fnmatchcase(name, pattern)

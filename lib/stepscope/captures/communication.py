@@ -1,8 +1,8 @@
-"""Split exposed communication into the minimum time to transfer its bytes and the time spent waiting.
+"""Split the time of exposed communication into the minimum transfer time and the time spent waiting.
 
-A collective kernel starts on each GPU when that GPU arrives, and ends once the last GPU has arrived and the
-data has been moved. The bytes and the data sheet's link bandwidth determine the minimum transfer time; the GPU
-spends the rest of an exposed collective on latency and on waiting for other GPUs.
+A collective kernel starts on each GPU when that GPU arrives, and ends once the last GPU has arrived and the data
+has been transferred. The message size and the data sheet's link bandwidth determine the minimum transfer time. The
+GPU spends the rest of an exposed collective's time on latency and on waiting for other GPUs.
 """
 
 import re
@@ -33,9 +33,10 @@ WAITING_RATIO = 10  # an operation that takes more than this many times the medi
 class Exposed(NamedTuple):
     """A step's exposed communication in ms, divided into transfer and waiting.
 
-    min_transfer_ms: the exposed collectives' minimum transfer time; nan if a size or the bandwidth is unknown.
-    is_measured: whether all of the transfer time was determined by comparing the kernels of several GPUs.
-    longest: the name of the operation that waits longest; "" if none waits.
+    min_transfer_ms: the minimum transfer time of the exposed collectives; nan if the bandwidth or the message
+        size of one of them is unknown.
+    is_measured: whether the entire transfer time was determined by comparing the kernels of several GPUs.
+    longest: the name of the operation that waits the longest; "" if none of them waits.
     """
 
     transfer_ms: float
@@ -49,8 +50,8 @@ def exposed_communication(gpu: Device) -> Exposed:
     """Split the median step's exposed communication into transfer and waiting.
 
     If the kernels of the same collective on other GPUs are known, the duration of the shortest kernel is the
-    transfer time. Otherwise, the size determines the minimum transfer time. An operation of unknown size counts as
-    transfer, unless it takes far longer than the median time of operations with the same name.
+    transfer time. Otherwise, the message size determines the minimum transfer time. An operation of unknown size
+    counts as transfer, unless it takes far longer than the median time of operations with the same name.
     """
     exposed_ms = float(gpu.median["exposed communication"])
     rows = gpu.running_ops[gpu.running_ops["part"] == COMMUNICATION]
@@ -78,11 +79,11 @@ def exposed_communication(gpu: Device) -> Exposed:
 
 
 def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
-    """Return the minimum transfer time of collectives in ns; nan if the size or bandwidth is unknown.
+    """Return the minimum transfer time of each collective in ns, or nan if the size or bandwidth is unknown.
 
     Without in-switch reduction, each of n GPUs sends and receives at least 2 (n - 1) / n of the tensor in an
-    all-reduce, (n - 1) / n of the larger side in an all-gather, reduce-scatter or all-to-all, and the entire
-    tensor otherwise.
+    all-reduce; (n - 1) / n of the input or output, whichever is larger, in an all-gather, reduce-scatter or
+    all-to-all; and the entire tensor in any other collective.
     """
     n = np.maximum(1.0, rows["group_size"].to_numpy(float))
     kinds = rows["name"].map(collective, na_action="ignore").astype(str).to_numpy()
@@ -94,7 +95,7 @@ def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
 
 
 def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """Return how many ns each operation runs while none of ``others`` runs."""
+    """Return the time in ns during which each operation runs and none of ``others`` runs."""
     others = others.sort_values("start_ns")
     starts, ends = others["start_ns"].to_numpy("int64"), others["end_ns"].to_numpy("int64")
     begins, stops = rows["start_ns"].to_numpy("int64"), rows["end_ns"].to_numpy("int64")
@@ -114,7 +115,7 @@ def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
 
 
 def _max_transfer_ns(gpu: Device, rows: pd.DataFrame) -> np.ndarray:
-    """Return how many ns of each operation of unknown size may count as transfer.
+    """Return the maximum time in ns that counts as transfer, for each operation of unknown message size.
 
     If an operation takes far longer than the median time of operations with the same name, the limit is that
     median. Otherwise, the limit is infinity.
@@ -130,7 +131,7 @@ def _max_transfer_ns(gpu: Device, rows: pd.DataFrame) -> np.ndarray:
 
 
 def collective(name: str) -> str:
-    """Return the kind of collective that a kernel's name denotes, such as "all-reduce"; "other" if none."""
+    """Return the kind of collective that a kernel's name denotes, such as "all-reduce", or else "other"."""
     match = COLLECTIVE.search(words(name))
     kind = match[0].replace(" ", "") if match else "other"
     return HYPHENATED.get(kind, kind)

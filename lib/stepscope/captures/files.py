@@ -1,4 +1,4 @@
-"""Recognize a capture file's kind, and unzip or export the file if necessary."""
+"""Recognize the kind of a capture file, and decompress or export the file if necessary."""
 
 import gzip
 import shutil
@@ -20,8 +20,8 @@ HEAD_BYTES = 8192  # number of bytes at the start of a file that we read to reco
 MAX_PREAMBLE = 2**26  # number of bytes in which we search for a report's headings
 # Reasons why files with these suffixes can't be read, and what to do instead.
 UNREADABLE_SUFFIXES = {
-    ".qdrep": "a report of nsys before 2021.4; export it with that nsys: nsys export --type sqlite",
-    ".qdstrm": "a capture that nsys has not finished; import it with that nsys: QdstrmImporter -i",
+    ".qdrep": "a report from nsys before 2021.4; export it with the same version: nsys export --type sqlite",
+    ".qdstrm": "a capture that nsys has not finished; import it with the same version: QdstrmImporter -i",
 }
 
 
@@ -29,10 +29,10 @@ UNREADABLE_SUFFIXES = {
 def readable_capture(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield a capture's kind ("json", "sqlite" or "csv") and the path of the file to read.
 
-    This file is the capture itself or a temporary export of the capture.
+    The file to read is the capture itself, or a temporary export of the capture.
 
     Raises:
-        TraceError: If the path isn't a file, or the file is of none of these kinds.
+        TraceError: If the path isn't a file, or the file isn't a readable capture of one of these kinds.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would block
         raise TraceError(f"{path}: not a regular file; {EXPECTED}")
@@ -79,8 +79,8 @@ def _export(path: Path, export: Path) -> None:
     nsys = find_nsys()
     if nsys is None:
         raise TraceError(
-            f"{path}: this is an nsys report, and nsys is not installed here; expected its export:"
-            f" run 'nsys export --type sqlite {path.name}' where nsys is installed"
+            f"{path}: this is an nsys report, but nsys is not installed here; expected the report's export"
+            f" (run 'nsys export --type sqlite {path.name}' where nsys is installed)"
         )
     try:
         export_capture(nsys, path, export)

@@ -1,13 +1,13 @@
-"""Explain why a GPU is idle by what the host did during each idle gap.
+"""Explain why a GPU is idle, based on what the host did during each idle gap.
 
 A gap ends with an operation that some thread launched. The host causes the gap only until that launch
-returns; afterwards, the GPU itself waits for an event, another stream or another GPU ("device"). If the
+returns. After that, the GPU itself waits for an event, another stream or another GPU ("device"). If the
 capture omits the launch, the cause is "unknown". Until the launch returned, the thread was late because it
 
 - did something else for most of a long gap: it was in a driver call ("call"), in a range, operator or Python
   frame that launched nothing ("host"), or in code that the capture does not name ("unnamed");
-- had waited for the GPU ("sync"). Without the synchronizing call, the thread would have been ahead by the time
-  it spent in the call, so the call explains later gaps up to that total;
+- had waited for the GPU earlier ("sync"): without the synchronizing call, the thread would have been ahead by the
+  time that it spent in the call, so the call explains later gaps, up to this time in total;
 - was busy launching ("launch").
 """
 
@@ -43,9 +43,9 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 
     Returns:
         A row per gap or part of a gap; a gap's parts add up to the gap. Columns: cause (device, unknown, sync,
-        call, host, unnamed, launch); call (the driver call, for sync and call); where (the open operator, range or
-        frame; for device, the operation that waits; "" if unknown); event (the host event's number; -1 if none);
-        and begin, end, ms, head and next as in ``Device.gaps``.
+        call, host, unnamed, launch); call (the driver call, for the causes sync and call); where (the open
+        operator, range or frame; for the cause device, the operation that waits; "" if unknown); event (the
+        host event's number; -1 if there is none); and begin, end, ms, head and next as in ``Device.gaps``.
     """
     gaps = _split_at_launch_return(gpu.gaps)
     is_long = gaps["end"] - gaps["begin"] >= MIN_LONG_GAP_NS
@@ -65,7 +65,10 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 
 
 def _host_events_near_median(gpu: Device) -> pd.DataFrame:
-    """Return the host events from one step time before the median step to its end, ordered by thread and start."""
+    """Return the host events near the median step, ordered by thread and start.
+
+    These are the events of the process between one step time before the median step and the end of this step.
+    """
     host, windows = gpu.capture.host, gpu.windows[gpu.median_indices]
     begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())
     earlier = begin - int((windows[:, 1] - windows[:, 0]).max())
@@ -96,10 +99,12 @@ def _assign_causes(
     """Determine from the host's activity what causes each gap that ends with a late launch.
 
     Args:
-        is_rest: whether the gaps are remainders of longer gaps, in which case no earlier call caused them.
+        late: the gaps that end with a late launch.
+        host: the host events, ordered by thread and start.
+        is_rest: whether the gaps are the remaining parts of longer gaps, which no earlier call can have caused.
 
     Returns:
-        The gaps, cut to the events that explain them, and the remaining parts, whose cause is launch.
+        The gaps, cut to the events that explain them, and the remaining parts, with the preliminary cause launch.
     """
     rows = gpu.classified_ops
     following = late["next"].to_numpy()
@@ -154,7 +159,7 @@ def _assign_causes(
 def _cut_to_events(
     gaps: pd.DataFrame, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Cut gaps to the events that explain them; return these gaps and the remaining parts before and after."""
+    """Cut gaps to the events that explain them; return these gaps, and the parts before and after the events."""
     begin, end = (gaps[name].to_numpy("int64") for name in ("begin", "end"))
     event = gaps["event"].to_numpy()
     is_event = gaps["cause"].isin(["call", "host"]).to_numpy()
@@ -171,10 +176,10 @@ def _cut_to_events(
 def _is_thread_silent(
     launches: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return a mask of the intervals during which the thread is silent, i.e., launches nothing.
+    """Return a mask of the intervals during which the thread is silent, that is, launches nothing.
 
-    The thread's silence lasts from its last launch to the launch that ends the interval. It must last at least
-    MIN_LONG_GAP_NS and fill at least half of the interval.
+    The silence lasts from the thread's previous launch to the launch that ends the interval. It must last at least
+    MIN_LONG_GAP_NS and cover at least half of the interval.
     """
     is_silent = np.full(len(begin), False)
     for key in np.unique(thread):
@@ -195,14 +200,14 @@ def _is_thread_silent(
 
 
 def _known_launches(gpu: Device) -> pd.DataFrame:
-    """Return the known launches of the process's operations on any GPU."""
+    """Return the launches in the capture that belong to the process's operations, on all GPUs."""
     rows = gpu.capture.operations
     known = (rows["process"] == gpu.process) & rows["launch_start_ns"].notna()
     return rows.loc[known, ["thread", "launch_start_ns", "launch_duration_ns"]]
 
 
 def _are_without_launches(launches: pd.DataFrame, host: pd.DataFrame) -> np.ndarray:
-    """Return a mask of the host events during which their thread launches nothing."""
+    """Return a mask of the host events during which the event's thread launches nothing."""
     is_without = np.full(len(host), True)
     for thread, rows in launches.groupby("thread"):
         event_indices = np.flatnonzero(host["thread"] == thread)
@@ -215,7 +220,7 @@ def _are_without_launches(launches: pd.DataFrame, host: pd.DataFrame) -> np.ndar
 
 
 def _is_generic(gpu: Device, kind: str, name: str) -> bool:
-    """Return whether a host event only names a step, a phase or an autograd node."""
+    """Return whether a host event's name only denotes a step, a phase, an autograd node or library code."""
     return (
         name in gpu.capture.step_names
         or (kind == "range" and phase_of(name) is not None)
@@ -224,7 +229,7 @@ def _is_generic(gpu: Device, kind: str, name: str) -> bool:
 
 
 def _last_sync_calls(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Return the index of the last synchronizing call that the thread began before each time; -1 if none."""
+    """Return the index of the last synchronizing call that the thread made before each time, or -1."""
     sync_names = [name for name in host["name"].unique() if SYNCHRONIZES.search(str(name))]
     calls = host[(host["kind"] == "call") & host["name"].isin(sync_names)]
     last_calls = np.full(len(time), -1)
@@ -238,10 +243,10 @@ def _last_sync_calls(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -
 def _longest_events(
     host: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each interval, find the innermost event that is open in the middle and fills half of the interval.
+    """Find, for each interval, the innermost event that is open at its midpoint and covers at least half of it.
 
     Returns:
-        Each interval's event index (-1 if no event fits), and each host event's parent.
+        The index of each interval's event (-1 if there is none), and the parent of each host event.
     """
     threads, starts, ends = (host[name].to_numpy("int64") for name in ("thread", "start_ns", "end_ns"))
     events: np.ndarray
@@ -256,10 +261,10 @@ def _longest_events(
 
 
 def _location(gpu: Device, host: pd.DataFrame, event: int, parents: np.ndarray) -> str:
-    """Locate an event in the program: its outermost operator, innermost range and innermost Python line.
+    """Describe an event's location: its outermost operator, innermost range and innermost line of Python code.
 
-    If no operator is open, the description begins with the frame, the range or the event itself. It is "" if
-    only the step is known.
+    If no operator is open, the description begins with the frame, the range or the event itself. It is "" if only
+    the step is known.
     """
     if event < 0:
         return ""
@@ -283,16 +288,17 @@ def _location(gpu: Device, host: pd.DataFrame, event: int, parents: np.ndarray) 
 
 
 def _short_frame(frame: str) -> str:
-    """Remove the folders from a frame: "a/b/c/train.py(3): step" becomes "train.py(3): step"."""
+    """Remove the folders from a frame's path: "a/b/c/train.py(3): step" becomes "train.py(3): step"."""
     return re.sub(r"^\S*/(?=[^/\s]+\.py\()", "", frame)
 
 
 def sum_by_cause(gaps: pd.DataFrame, steps: int) -> pd.DataFrame:
-    """Sum the gaps by cause, call and where, and sort the sums by size, largest first.
+    """Sum the times of gaps by cause, call and where, and sort the sums in descending order.
 
     Returns:
-        A table with the columns cause, call, where ("" for launch and unknown), ms (per step), longest_ms, and
-        count (per step; the number of events for sync, call and host, and of gaps for all other causes).
+        A table with the columns cause, call, where ("" for the causes launch and unknown), ms (per step),
+        longest_ms, and count (per step: the number of events for the causes sync, call and host, and the number of
+        gaps for all other causes).
     """
     place = gaps["where"].where(gaps["cause"].isin(CAUSES_WITH_PLACE), "")
     groups = gaps.assign(where=place).groupby(["cause", "call", "where"], sort=False)

@@ -1,4 +1,4 @@
-"""Summarize a capture's kernels: their time by phase, category and name, and their rates."""
+"""Summarize the kernels in a capture: their time by phase, category and name, and their rates."""
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ def phases_line(gpu: Device) -> Line:
     if len(phases):
         overlap = phase_ms.sum() - gpu.ms_per_step(busy_ns(gpu.running_ops))
         if overlap > MIN_SHARE_SHOWN * phase_ms.sum():
-            text += f" (kernel sums; {number(overlap, 'ms')} overlap)"
+            text += f" (sums of kernel times; {number(overlap, 'ms')} overlap)"
         if gpu.capture.autograd:
             text += ", from autograd's ranges"
         if phase_ms.get(OUTSIDE, 0.0) > min_ms:
@@ -38,9 +38,9 @@ def phases_line(gpu: Device) -> Line:
 
 
 def _ranges_text(gpu: Device, min_ms: float) -> str:
-    """List the ranges outside all phases, except ranges that launch only communication.
+    """List the ranges outside all phases with their times, except ranges that launch only communication.
 
-    List the outer ranges, or the inner ranges if a single outer range accounts for nearly all of the time.
+    If a single outer range accounts for nearly all of the time, list the inner ranges instead of the outer ones.
     """
     rows = gpu.operations[(gpu.operations["phase"] == OUTSIDE) & (gpu.operations["part"] != COMMUNICATION)]
     for column in ("range", "inner_range"):
@@ -80,9 +80,9 @@ def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
 
 
 def _duration_text(row: pd.Series) -> str:
-    """Describe a kernel's median, shortest and longest time per launch.
+    """Describe the median, minimum and maximum duration of a kernel's launches.
 
-    The text is "" if the kernel is launched once per step or its times are unknown.
+    The text is "" if the kernel is launched at most once per step, or if the durations are unknown.
     """
     shortest, longest = row.get("shortest_ms", np.nan), row.get("longest_ms", np.nan)
     if row["count"] <= 1 or not np.isfinite(longest):
@@ -94,9 +94,10 @@ def _duration_text(row: pd.Series) -> str:
 
 
 def leading_lines(gpu: Device) -> list[Line]:
-    """Name the kernel that takes the most time in each phase or range.
+    """Name the kernel that takes the most time in each phase or range, one phase or range per line.
 
-    Each line also gives the kernel's count and time, and the other phases or ranges in which it leads.
+    Each line also gives the kernel's count and time, and any other phases or ranges in which it takes the most
+    time.
     """
     leading = gpu.leading_kernels
     if len(leading) < 2:
@@ -109,7 +110,7 @@ def leading_lines(gpu: Device) -> list[Line]:
         times = f"{count_text(row['count'])} x {short(row['name'])}: {number(row['ms'], 'ms')}"
         text = f"{clean(row['part'])}: {times} ({number(row['share'], '%')} of its kernels)"
         if also:
-            text += f", leads in {clean(' and '.join(also))} too"
+            text += f", also leads in {clean(' and '.join(also))}"
         lines.append(Line("" if lines else "leading", text, {**row, "also": also}))
     return lines
 
@@ -130,11 +131,13 @@ def generated_line(gpu: Device) -> Line:
         return Line("generated", "")
     rate, peak = total["bytes"] / total["duration_ns"] / 1e3, gpu.sheet.get("tb_s")
     share_text = f" ({number(rate / peak, '%')} of {peak})" if peak else ""
-    return Line("generated", f"{number(rate, 'TB/s')} by argument sizes{share_text}", {"tb_s": rate})
+    return Line(
+        "generated", f"{number(rate, 'TB/s')} based on the sizes of arguments{share_text}", {"tb_s": rate}
+    )
 
 
 def summarize_kernel_sums(table: pd.DataFrame) -> list[Line]:
-    """Summarize nsys's report cuda_gpu_kern_sum."""
+    """Summarize nsys's report cuda_gpu_kern_sum, which contains only the total time of each kernel."""
     name = table["name"].astype("category")
     total = table["total_time_ns"].sum()
     kernels = pd.DataFrame(
@@ -152,8 +155,8 @@ def summarize_kernel_sums(table: pd.DataFrame) -> list[Line]:
     )
     category_ms = family_ms.rename(index=str)[family_ms > 0].rename({MATMUL: "matmul"})
     text = (
-        f"sums of {counted(table, 'kernel')}, all of the capture; {table['instances'].sum():,} launches"
-        f" of {number(total / 1e6, 'ms')}"
+        f"totals of {counted(table, 'kernel')} over the entire capture; {table['instances'].sum():,} launches,"
+        f" {number(total / 1e6, 'ms')}"
     )
     return [
         Line(
@@ -165,7 +168,7 @@ def summarize_kernel_sums(table: pd.DataFrame) -> list[Line]:
         *kernel_lines(kernels.sort_values("ms", ascending=False)),
         Line(
             "not available",
-            "steps, phases, idle time, copies, exposed communication: nsys's report cuda_gpu_trace or its"
-            " export has them",
+            "steps, phases, idle time, copies, exposed communication (use nsys's report cuda_gpu_trace, or the"
+            " capture's SQLite export)",
         ),
     ]

@@ -1,4 +1,4 @@
-"""Render a summary's lines, and format the names, counts and times in them."""
+"""Render the lines of a summary, and format the names, counts and times in these lines."""
 
 import json
 import textwrap
@@ -18,7 +18,10 @@ FORMATS = ("text", "json", "markdown")
 
 @dataclass
 class Line:
-    """One fact in a summary: a label, a text, and the numbers in the text by key. Keys end with the unit."""
+    """One fact in a summary: a label, a text, and the numbers in the text.
+
+    The keys of ``values`` end with the unit of the number, if it has one.
+    """
 
     label: str
     text: str
@@ -41,32 +44,33 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
             items.append(f"* **{escape(label)}**: {escape_all(line.text)}")
         return "\n".join([escape_all(lines[0].text), "", *items])
     if how != "text":
-        raise TraceError(f"--format: got {clean(how)!r}; expected one of {', '.join(FORMATS)}")
+        raise TraceError(f"--format: got {clean(how)!r}, but expected one of {', '.join(FORMATS)}")
     return "\n".join([lines[0].text, *(f"{line.label:<14} {line.text}" for line in lines[1:])])
 
 
 def escape_all(text: str) -> str:
-    """Escape a line's text of any length for markdown.
+    """Escape a line's text for markdown, regardless of its length.
 
-    The text never begins a markdown line, so a number at its start must not be escaped as a list item.
+    The text is never at the start of a markdown line, so a number with which it begins must not be escaped as if
+    it marked a list item.
     """
     parts = textwrap.wrap(text, MAX_TEXT_CHARS - 2, break_on_hyphens=False)
     return " ".join(escape(f"x {part}")[2:] for part in parts)
 
 
 def clean(name: object, max_chars: int = MAX_NAME_CHARS) -> str:
-    """Make a name from a file safe to print: join its lines, remove unprintable characters and shorten it."""
+    """Make a name from a file safe to print: on one line, without unprintable characters, and shortened."""
     return one_line(name, max_chars)
 
 
 def listed(times_ms: pd.Series, separator: str = ", ") -> str:
-    """Format names with their times, such as "matmul 27.2 | attention 5.20 ms"; "" for an empty series."""
+    """Format names with their times, such as "matmul 27.2 | attention 5.20 ms". An empty series becomes ""."""
     text = separator.join(f"{clean(name)} {digits(value, 'ms')}" for name, value in times_ms.items())
     return f"{text} ms" if text else ""
 
 
 def count_text(value: float) -> str:
-    """Format a count per step. A count that is the mean of two steps can be fractional."""
+    """Format the number of events in a step, which is fractional if it was averaged over two steps."""
     return digits(value, "n" if value == round(value) or value >= 100 else "")
 
 

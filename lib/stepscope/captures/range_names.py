@@ -1,4 +1,4 @@
-"""Recognize ranges by name: operators, libraries' ranges, phases, layers, warm-ups and steps."""
+"""Recognize what ranges denote by their names: operators, library internals, phases, layers, warm-ups or steps."""
 
 import re
 from collections.abc import Callable
@@ -54,9 +54,9 @@ def plain_name(name: str) -> str:
 
 
 def phase_of(name: str) -> str | None:
-    """Return the phase that a range's name denotes; None if it denotes no phase.
+    """Return the phase that a range's name denotes, or None if it doesn't denote a phase.
 
-    Case and punctuation don't matter: "## Forward pass ##" and "attn(F)" are both forward.
+    Case and most punctuation don't matter. For example, both "## Forward pass ##" and "attn(F)" denote forward.
     """
     if OPTIMIZER.match(name):
         return "optimizer"
@@ -69,5 +69,5 @@ def phase_of(name: str) -> str | None:
 
 
 def map_categories(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
-    """Apply a function to the names in a categorical column. The function is called once per distinct name."""
+    """Apply a function to the names in a categorical column, calling it only once per distinct name."""
     return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]

@@ -1,13 +1,14 @@
 """Compare a training step's ranks, and divide each collective into transfer and waiting.
 
-A collective's kernel starts when its rank arrives. It ends on all ranks at about the same time, once the last
-rank has arrived and the data has been moved. Therefore, the rank with the shortest kernel arrived last: its
-kernel's duration is the transfer, and the other kernels spend the rest of their duration waiting for that rank.
-Durations need no common clock, so the ranks may come from different hosts.
+A collective's kernel starts on each rank when that rank arrives. It ends on all ranks at about the same time, once
+the last rank has arrived and the data has been transferred. Therefore, the rank with the shortest kernel arrived
+last. The duration of this kernel is the transfer time, and the other kernels spend the rest of their duration
+waiting for this rank. Because only durations are compared, the ranks need no common clock and may run on different
+hosts.
 
 Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs omit communicators, so only
 the step, the kind and the order decide. If a communicator's ranks run different numbers of collectives of a kind
-in a step, as in a pipeline, the order is meaningless, and we match none of these collectives. If kernels that we
+in a step, as in a pipeline, the order is meaningless, and we match none of these collectives. If kernels that were
 matched by order end at different times, they belong to different collectives, for example because a capture omits
 some collectives. We exclude these kernels, too.
 """
@@ -43,13 +44,13 @@ class Comparison:
 
     steps: a row per rank with its mean times per step in ms: wall, compute, transfer, waiting, unmatched, copies
         and idle. The parts add up to wall. Transfer, waiting and unmatched (communication that may be either) are
-        exposed: nothing else runs on the rank's GPU meanwhile.
+        exposed: nothing else runs on the rank's GPU at the same time.
     collectives: a row per rank and matched collective: :data:`KEY`, rank, position (in the rank's operations),
         is_kernel (False for gloo's collectives), start_ns and end_ns (on the rank's own clock), duration_ns,
         transfer_ns, waiting_ns, and last (the rank that arrived last).
     unmatched: the number of communication kernels whose collectives the ranks don't share.
     mismatched: the number of collectives that we excluded because their kernels end at different times.
-    step_count: the number of steps that all ranks share.
+    step_count: the number of steps that all ranks have in common.
     """
 
     steps: pd.DataFrame
@@ -63,7 +64,7 @@ def compare_ranks(gpus: Sequence[Device]) -> Comparison:
     """Compare the GPUs of a distributed step, with one GPU per rank.
 
     Raises:
-        TraceError: If the ranks share no step.
+        TraceError: If the ranks have no step in common.
     """
     step_names = [gpu.step_names or ["capture"] for gpu in gpus]
     common = set(step_names[0]).intersection(*step_names[1:])
@@ -114,7 +115,10 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
 
 
 def _end_difference_ns(rows: pd.DataFrame) -> pd.Series:
-    """Return how many ns apart each kernel's collective ends on different ranks once clocks are aligned."""
+    """Return the spread in ns of the times at which each kernel's collective ends on different ranks.
+
+    The clocks of the ranks are aligned first.
+    """
     later_ns = rows["end_ns"] - rows.groupby(KEY)["end_ns"].transform("first")
     clock_ns = later_ns.groupby([rows["communicator"], rows["rank"]]).transform(_median)
     ends = rows.assign(end_ns=later_ns - clock_ns).groupby(KEY)["end_ns"]
@@ -142,10 +146,10 @@ def _collectives_of_rank(rank: int, gpu: Device) -> pd.DataFrame:
 
 
 def _steps_of_rank(gpu: Device, waiting_ns: pd.Series) -> pd.DataFrame:
-    """Return a row per step with its wall time in ms and the parts that add up to it.
+    """Return a row per step with its wall time and the parts that add up to it, in ms.
 
     Args:
-        waiting_ns: each matched collective's waiting time, by its position in the GPU's operations.
+        waiting_ns: the waiting time of each matched collective, keyed by its position in the GPU's operations.
     """
     waits = np.zeros(len(gpu.classified_ops), np.int64)
     waits[waiting_ns.index] = waiting_ns
@@ -174,14 +178,14 @@ def profile_ranks(
     phases: Mapping[str, str] | None = None,
     device: int | None = None,
 ) -> list[Line]:
-    """Summarize captures of a step's ranks, with one file per rank. The first line names the files.
+    """Summarize the captures of a step's ranks, one file per rank. The first line names the files.
 
     Args:
         step, phases: as in :func:`stepscope.captures.capture.load_capture`.
-        device: the GPU to use from each capture; None for the busiest GPU.
+        device: the number of the GPU to use from each capture, or None for the busiest GPU.
 
     Raises:
-        TraceError: If a file isn't a capture, or the captures share no steps or collectives.
+        TraceError: If a file isn't a capture, or the captures have no step or collective in common.
     """
     gpus = [busiest_device(load_capture(path, step, phases), device) for path in paths]
     ranks = [gpu.capture.rank[0] for gpu in gpus if gpu.capture.rank]
@@ -201,12 +205,18 @@ def profile_ranks(
 
 
 def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
-    """Describe a step's ranks: each rank's times, the ranks that wait for others, and clocks that differ.
+    """Describe the ranks of a step: the times of each rank, which ranks wait for others, and whose clocks differ.
 
-    Also set each GPU's ``transfer_ns``, so that its communication divides into transfer and waiting.
+    Also set each GPU's ``transfer_ns``, so that its communication can be divided into transfer and waiting.
 
     Args:
-        names: the ranks' names, such as "rank 0" or "GPU 1".
+        names: the names of the ranks, such as "rank 0" or "GPU 1".
+
+    Returns:
+        The lines; an empty list if the ranks have no collective in common.
+
+    Raises:
+        TraceError: If the ranks have no step in common.
     """
     comparison = compare_ranks(gpus)
     collectives = comparison.collectives
@@ -230,7 +240,7 @@ def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
 
 
 def _overview_line(comparison: Comparison, gpus: Sequence[Device]) -> Line:
-    """Count the shared steps and collectives, and the kernels and collectives that couldn't be matched."""
+    """Count the steps and collectives in common, and the kernels and collectives that couldn't be matched."""
     matched = comparison.collectives.drop_duplicates(KEY)
     per_step = len(matched) / comparison.step_count
     world_size = max(gpu.capture.rank[1] if gpu.capture.rank else 0 for gpu in gpus)
@@ -261,7 +271,7 @@ def _overview_line(comparison: Comparison, gpus: Sequence[Device]) -> Line:
 
 
 def _waiting_line(comparison: Comparison, names: Sequence[str]) -> Line:
-    """Name the ranks that wait for another rank, and their waiting time per step, including hidden waiting."""
+    """Name the ranks that wait for another rank, with the waiting time per step (including hidden waiting)."""
     waits_ms = comparison.collectives.groupby(["rank", "last"])["waiting_ns"].sum() / 1e6
     waits_ms = (waits_ms / comparison.step_count).sort_values(ascending=False)
     limit_ms = MIN_SHARE_SHOWN * comparison.steps["wall"].max()
@@ -277,10 +287,10 @@ def _waiting_line(comparison: Comparison, names: Sequence[str]) -> Line:
 
 
 def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
-    """Report ranks whose clocks differ from the clocks of most ranks.
+    """Report the ranks whose clocks differ from the clocks of most ranks.
 
-    A collective ends on all ranks at about the same time, so the recorded ends show how far clocks differ. We
-    compare the ranks of the largest communicator, because its collectives run on the most ranks.
+    A collective ends on all ranks at about the same time, so the recorded end times show how much the clocks
+    differ. We compare the ranks of the largest communicator, because its collectives run on the most ranks.
     """
     members = collectives.groupby("communicator")["rank"].nunique()
     rows = collectives[collectives["communicator"] == members.idxmax()]
@@ -300,5 +310,5 @@ def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
 
 
 def _median(offsets: pd.Series | pd.DataFrame) -> Any:
-    """Return the median, or the lower of two middle values; the result is always a measured offset."""
+    """Return the low median, which, unlike a mean of two middle values, is always a measured offset."""
     return offsets.quantile(0.5, interpolation="lower")

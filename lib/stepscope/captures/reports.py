@@ -1,7 +1,7 @@
 """Read nsys's CSV reports as captures.
 
-The report cuda_gpu_trace lists every GPU operation, but no launches or ranges; cuda_gpu_kern_sum lists only
-total times per kernel.
+The report cuda_gpu_trace lists every GPU operation, but no launches or ranges. The report cuda_gpu_kern_sum lists
+only the total time of each kernel.
 """
 
 import re
@@ -31,10 +31,12 @@ def read_report(file: Path) -> pd.DataFrame:
     table = parse_nsys_csv(text, file)
     report = table.attrs["report"]
     if table.empty:
-        raise TraceError(f"{file}: no GPU work; expected a report of a program that runs kernels")
+        raise TraceError(
+            f"{file}: the report contains no GPU work; expected a report on a program that runs kernels"
+        )
     if report not in (TRACE_REPORT, KERNEL_REPORT):
         raise TraceError(
-            f"{file}: this is the nsys report {report}; expected {TRACE_REPORT}, or {KERNEL_REPORT} for sums"
+            f"{file}: this is the nsys report {report}; expected {TRACE_REPORT}, or {KERNEL_REPORT} for totals"
         )
     for column in ("strm", "corr_id") if report == TRACE_REPORT else ():
         if not pd.api.types.is_integer_dtype(table[column]) or table[column].isna().any():
@@ -45,9 +47,9 @@ def read_report(file: Path) -> pd.DataFrame:
 
 
 def operations_of_report(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
-    """Return the operations of a cuda_gpu_trace report with the columns of a capture, and the GPU names by id.
+    """Return the operations in a cuda_gpu_trace report, with a capture's columns, and the GPU names by id.
 
-    Launches, ranges and steps are unknown.
+    The operations' launches, ranges and steps are unknown.
     """
     table = table.sort_values("start_ns", kind="stable", ignore_index=True)
     matches = [DEVICE_NAME.match(name) for name in table["device"].unique()]

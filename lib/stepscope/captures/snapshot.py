@@ -1,7 +1,7 @@
 """Summarize a PyTorch memory snapshot: the peak, and the source lines whose allocations make up the peak.
 
-``torch.cuda.memory._dump_snapshot`` writes a pickle of dicts, lists, strings and numbers. Because loading a
-pickle can run arbitrary code, we load it without classes and reject files that name a class.
+``torch.cuda.memory._dump_snapshot`` writes a pickle of dicts, lists, strings and numbers. Because loading a pickle
+can run arbitrary code, we only load plain data, and reject files that refer to a class or function.
 """
 
 import io
@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.lines import Line, clean
+from stepscope.captures.lines import Line, clean, counted
 from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import open_capture
 
 MAX_BYTES = 2**29  # maximum size of the pickle
 MAX_OBJECT_BYTES = 40  # maximum bytes of objects per byte of the pickle
-EXPECTED = "expected a memory snapshot that torch.cuda.memory._dump_snapshot wrote"
+EXPECTED = "expected a memory snapshot written by torch.cuda.memory._dump_snapshot"
 MAX_HOLDERS = 6  # source lines that the summary lists
 NEVER = np.iinfo(np.int64).max
 LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|^torch/|/lib/python3|^<frozen")
 PYTHON = re.compile(r"\.py$|^<|ipykernel")
 AUTOGRAD_NODE = re.compile(r"\b(\w+Backward\w*)::apply")  # matches C++ frames of autograd nodes
-NO_STACK, BEFORE_HISTORY = "no stack was recorded", "allocated before the history begins"
+NO_STACK, BEFORE_HISTORY = "no stack was recorded", "allocated before the history began"
 COLUMNS = ["size", "allocated_at", "freed_at", "file", "line", "function"]
 
 
@@ -37,11 +37,11 @@ class _DataOnly(pickle.Unpickler):
     """An unpickler that accepts only plain data."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is code")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is code")
 
 
 def is_pickle(path: Path) -> bool:
-    """Return whether a file begins like a pickle that uses protocol 2 to 5."""
+    """Return whether a file begins like a pickle of protocol 2 to 5."""
     if not path.is_file():
         return False
     with open_capture(path) as stream:
@@ -56,19 +56,19 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         The snapshot's segments and device_traces, as documented by PyTorch.
 
     Raises:
-        TraceError: If the file is too large or cut off, or isn't a memory snapshot.
+        TraceError: If the file is too large or truncated, or isn't a memory snapshot.
     """
     with open_capture(path) as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise TraceError(f"{path} has more than {MAX_BYTES:,} bytes; {EXPECTED} with fewer max_entries")
+        raise TraceError(f"{path} is larger than {MAX_BYTES:,} bytes; {EXPECTED} with fewer max_entries")
     try:
         with _limited_memory(MAX_OBJECT_BYTES * len(data) + 2**30):
             snapshot = _DataOnly(io.BytesIO(data)).load()
     except MemoryError:
-        raise TraceError(f"{path} needs more memory than its size explains; {EXPECTED}") from None
+        raise TraceError(f"{path} needs far more memory than its size suggests; {EXPECTED}") from None
     except EOFError:
-        raise TraceError(f"{path}: the file is cut off; {EXPECTED}") from None
+        raise TraceError(f"{path}: the file is truncated; {EXPECTED}") from None
     except Exception as error:  # noqa: BLE001  an unpickler's exception depends on the damage
         reason = f"{clean(error, 200)} ({type(error).__name__})"
         raise TraceError(f"{path} cannot be read as plain data: {reason}; {EXPECTED}") from None
@@ -84,7 +84,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _limited_memory(extra_bytes: int) -> Iterator[None]:
-    """Limit how many more bytes this process can map, because a tiny pickle can request any amount of memory."""
+    """Limit how much more memory this process can map, because even a tiny pickle can request any amount."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -101,12 +101,12 @@ def _limited_memory(extra_bytes: int) -> Iterator[None]:
 
 
 def allocations_of(path: Path, snapshot: dict[str, Any], device: int) -> pd.DataFrame:
-    """List a device's allocations in the snapshot, one row per allocation, with :data:`COLUMNS`.
+    """Return a device's allocations in a snapshot, one row per allocation, with the columns :data:`COLUMNS`.
 
-    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are indices into the device's
-    history. ``allocated_at`` is -1 if the allocation is older than the history, and ``freed_at`` is NEVER if the
-    memory is still allocated at the end. ``file``, ``line`` and ``function`` describe the innermost Python frame
-    outside installed packages, or the innermost frame if all are inside.
+    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are indices of events in the
+    device's history. ``allocated_at`` is -1 if the allocation is older than the history, and ``freed_at`` is
+    NEVER if the memory is still allocated at the end. ``file``, ``line`` and ``function`` describe the
+    innermost Python frame outside installed packages, or the innermost frame if all are inside.
 
     Raises:
         TraceError: If an entry's format differs from PyTorch's documentation.
@@ -154,13 +154,13 @@ def _checking_format(path: Path) -> Iterator[None]:
 
 
 def _events(snapshot: dict[str, Any], device: int) -> list[dict]:
-    """Return a device's history; empty if none was recorded."""
+    """Return a device's history, which is empty if none was recorded."""
     traces = snapshot["device_traces"]
     return traces[device] if device < len(traces) else []
 
 
 def _blocks(snapshot: dict[str, Any], device: int) -> Iterator[dict]:
-    """Yield the blocks of a device's segments; add their addresses, which PyTorch before 2.1 omits."""
+    """Yield the blocks of a device's segments, with their addresses, which PyTorch before 2.1 omits."""
     for segment in snapshot["segments"]:
         if segment.get("device", 0) != device:
             continue
@@ -176,7 +176,7 @@ def _frames_of_block(block: dict) -> Any:
 
 
 def _location(frames: Any) -> tuple[str, int, str]:
-    """Return the allocation's file, line and function from its frames, which start with the innermost."""
+    """Return the file, line and function of an allocation, given its frames, innermost frame first."""
     python_frames = [frame for frame in frames if PYTHON.search(str(frame.get("filename", "")))]
     user_frames = [frame for frame in python_frames if not LIBRARY.search(str(frame["filename"]))]
     for frame in (user_frames or python_frames)[:1]:
@@ -191,8 +191,8 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
     """Summarize a memory snapshot with one line per fact.
 
     Args:
-        device: the GPU's index; None for the GPU with the highest peak.
-        csv: a file to write the allocations to, one per line.
+        device: the index of the GPU, or None for the GPU with the highest peak.
+        csv: a CSV file to which the allocations are written, one per line.
 
     Raises:
         TraceError: If the file isn't a memory snapshot, or contains no allocations on the GPU.
@@ -218,7 +218,10 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
 
 
 def peak_of(table: pd.DataFrame) -> tuple[int, int]:
-    """Return the event after which allocated memory peaks (-1 if before the history), and the peak in bytes."""
+    """Return the event after which the allocated memory peaks, and the peak in bytes.
+
+    The event is -1 if the memory peaks before the history begins.
+    """
     begin, end = table["allocated_at"].to_numpy(), table["freed_at"].to_numpy()
     is_freed = end < NEVER
     events = np.concatenate([begin, end[is_freed]])
@@ -248,18 +251,20 @@ def _summary_lines(snapshot: dict[str, Any], device: int, table: pd.DataFrame, d
     lines.append(
         Line(
             "peak" if has_history else "allocated",
-            f"{size(peak)} in {len(held):,} allocations, of {size(at_peak)} reserved",
+            f"{size(peak)} in {len(held):,} allocations, out of {size(at_peak)} reserved",
             {"peak_bytes": peak, "allocations": len(held), "reserved_bytes": at_peak, "event": peak_event},
         )
     )
     lines += _holder_lines(held, peak, unit, scale)
     largest = held.loc[held["size"].idxmax()]
     values = {"largest_bytes": int(largest["size"])}
-    lines.append(Line("largest", f"{size(largest['size'])} at once: {_location_text(largest)}", values))
+    lines.append(
+        Line("largest", f"{size(largest['size'])} in one allocation: {_location_text(largest)}", values)
+    )
     older_bytes = int(held.loc[held["allocated_at"] < 0, "size"].sum())
     if has_history and older_bytes:
         share = number(older_bytes / peak, "%")
-        text = f"{size(older_bytes)} ({share}) of the peak was allocated before the history begins"
+        text = f"{size(older_bytes)} ({share}) of the peak was allocated before the history began"
         lines.append(Line("older", text, {"older_bytes": older_bytes}))
     if has_history:
         end_bytes = int(table.loc[table["freed_at"] == NEVER, "size"].sum())
@@ -268,7 +273,8 @@ def _summary_lines(snapshot: dict[str, Any], device: int, table: pd.DataFrame, d
     failed = [entry for entry in events if entry["action"] == "oom"]
     if failed:
         requested, free = (int(failed[-1].get(key, 0)) for key in ("size", "device_free"))
-        text = f"{len(failed):,} x; the last requested {size(requested)} with {size(free)} free on the GPU"
+        count = counted(failed, "failed request")
+        text = f"{count}; the last was for {size(requested)}, with {size(free)} free on the GPU"
         lines.append(
             Line(
                 "out of memory", text, {"failures": len(failed), "asked_bytes": requested, "free_bytes": free}
@@ -279,13 +285,13 @@ def _summary_lines(snapshot: dict[str, Any], device: int, table: pd.DataFrame, d
 
 def _header_line(table: pd.DataFrame, device: int, devices: int, events: int) -> Line:
     of_gpus = f" (of {devices} GPUs)" if devices > 1 else ""
-    history = f"a history of {events:,} events" if events else "no history, only what is allocated now"
+    history = f"a history of {events:,} events" if events else "no history, only the current allocations"
     text = f"memory snapshot of GPU {device}{of_gpus}: {len(table):,} allocations, {history}"
     return Line("snapshot", text, {"device": device, "devices": devices, "events": events})
 
 
 def _bytes_reserved_after(events: list[dict], event: int) -> int:
-    """Return the bytes reserved after an event, minus the bytes released after the event."""
+    """Return the bytes that were reserved after an event, minus those that were released after it."""
     signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
     later_events = events[event + 1 :]
     return sum(

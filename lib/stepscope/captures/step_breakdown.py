@@ -1,8 +1,8 @@
 """Break down a step's time on one GPU into compute, exposed copies, exposed communication and idle time.
 
 The parts are unions of intervals, so they add up to the wall time. Copies are exposed while no compute runs, and
-communication is exposed while nothing else runs. All numbers describe the median step (the mean of the two middle
-steps if the number of steps is even), so they add up and outliers don't distort them.
+communication is exposed while nothing else runs. All numbers describe the median step (averaged over the two
+middle steps if the number of steps is even), so they add up, and outliers don't distort them.
 """
 
 import re
@@ -35,8 +35,8 @@ MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no
 class Device:
     """One process's operations on one GPU, divided into steps.
 
-    transfer_ns: the transfer time in ns of each collective that was compared with the kernels of other GPUs, by
-        the collective's row in ``classified_ops``; empty without a comparison.
+    transfer_ns: the transfer time in ns of each collective that was compared with the kernels of other GPUs, keyed
+        by the collective's row in ``classified_ops``; empty if there was no comparison.
     """
 
     capture: Capture
@@ -47,7 +47,7 @@ class Device:
 
     @cached_property
     def excluded(self) -> pd.DataFrame:
-        """Operations launched before the first step or in a warm-up."""
+        """This GPU's excluded operations: launched before the capture, before its first step or in a warm-up."""
         rows = self.capture.excluded
         return rows[(rows["device"] == self.number) & (rows["process"] == self.process)]
 
@@ -65,15 +65,15 @@ class Device:
 
     @cached_property
     def host_steps(self) -> pd.DataFrame:
-        """The process's step ranges on the host: name, start_ns and end_ns, indexed by step."""
+        """The ranges of the process's steps on the host: name, start_ns and end_ns, indexed by step."""
         ranges = self.capture.ranges
         return ranges[ranges["process"] == self.process].set_index("step").sort_index()
 
     @cached_property
     def first_starts(self) -> pd.Series:
-        """The start of each step's first operation on the main stream, in ns, ordered by time.
+        """The start time in ns of each step's first operation on the main stream, ordered by time.
 
-        Empty if most steps run no operation on the main stream, because then no step is typical.
+        The result is empty if most steps run no operation on the main stream, because then no step is typical.
         """
         rows = self.all_operations
         rows = rows[(rows["step"] >= 0) & (rows["stream"] == self.stream)]
@@ -92,7 +92,7 @@ class Device:
 
     @cached_property
     def step_names(self) -> list[str]:
-        """The name of each window's step; empty if the capture contains no steps."""
+        """The names of the steps, in the order of ``windows``; empty if the capture contains no steps."""
         return self.host_steps["name"].reindex(self.first_starts.index).astype(str).tolist()
 
     @cached_property
@@ -126,7 +126,10 @@ class Device:
         return np.stack([begin, np.maximum(begin, end)], axis=1)
 
     def _end_of_step(self, step: int) -> int:
-        """Return when a step's host range and operations (except copies on other streams) have ended, in ns."""
+        """Return the time in ns when a step's host range and its operations have ended.
+
+        Copies on streams other than the main stream are ignored.
+        """
         rows = self.all_operations
         operations = rows[
             (rows["step"] == step) & ((rows["kind"] != "memcpy") | (rows["stream"] == self.stream))
@@ -136,9 +139,9 @@ class Device:
 
     @cached_property
     def classified_ops(self) -> pd.DataFrame:
-        """All operations in order, with ``end_ns`` and ``part``.
+        """All operations, ordered by start, with the additional columns ``end_ns`` and ``part``.
 
-        A part is compute, copies (to or from the host) or communication.
+        The part is compute, copies (to or from the host) or communication.
         """
         return self._classify(self.all_operations)
 
@@ -153,9 +156,9 @@ class Device:
 
     @cached_property
     def ops_with_carryover(self) -> pd.DataFrame:
-        """The classified and the excluded operations; excluded operations may still run in the first step.
+        """The classified operations and the excluded operations, which may still run in the first step.
 
-        ``position`` is an operation's row in ``classified_ops``; -1 for an excluded operation.
+        The column ``position`` contains an operation's row in ``classified_ops``, or -1 if it is excluded.
         """
         rows = pd.concat(
             [
@@ -167,7 +170,7 @@ class Device:
 
     @cached_property
     def ops_per_step(self) -> list[pd.DataFrame]:
-        """The operations that run in each window, clipped to it."""
+        """The operations that run in each window of ``windows``, clipped to this window."""
         rows = self.ops_with_carryover
         starts, latest_ends = rows["start_ns"].to_numpy(), rows["end_ns"].cummax().to_numpy()
         pieces = []
@@ -184,7 +187,7 @@ class Device:
 
     @cached_property
     def breakdowns(self) -> pd.DataFrame:
-        """A row per step with its wall time in ms and the parts that add up to it."""
+        """A row per step with its wall time and the parts that add up to it, in ms."""
         records = []
         for (begin, end), rows in zip(self.windows, self.ops_per_step):
             compute_ns, any_ns = busy_ns(rows[rows["part"] == "compute"]), busy_ns(rows)
@@ -213,9 +216,10 @@ class Device:
 
     @cached_property
     def outliers(self) -> list[int]:
-        """The steps whose time is far from the median.
+        """The indices of the steps whose wall time is far from the median.
 
-        Empty if there are fewer than three steps, because with two, neither is more typical than the other.
+        The result is empty if there are fewer than three steps, because neither of two steps is more
+        typical than the other.
         """
         walls = self.breakdowns["wall"]
         is_outlier = (walls > OUTLIER_RATIO * self.median["wall"]) | (
@@ -225,7 +229,7 @@ class Device:
 
     @cached_property
     def running_ops(self) -> pd.DataFrame:
-        """The operations that run in the median step, clipped to it."""
+        """The operations that run in the median step, clipped to this step."""
         return pd.concat([self.ops_per_step[index] for index in self.median_indices])
 
     @cached_property
@@ -238,25 +242,32 @@ class Device:
         return rows[inside]
 
     def ms_per_step(self, ns: Any) -> Any:
-        """Convert a sum in ns over the median step (or the two middle steps) to ms per step."""
+        """Convert a sum in ns over the median step, or over the two middle steps, to ms per step."""
         return ns / 1e6 / len(self.median_indices)
 
     def total_ms_by(self, rows: pd.DataFrame, by: str) -> pd.Series:
-        """Sum the operations' times by a column; return times in ms per step, longest first."""
+        """Sum the durations of operations by the values of a column; return ms per step, longest first."""
         sums = rows.groupby(by, observed=True)["duration_ns"].sum()
         return self.ms_per_step(sums[sums > 0].sort_values(ascending=False))
 
     def time_saved_without(self, is_removed: pd.Series) -> float:
-        """Return the time in ms per step that removing these running operations would save.
+        """Return the time in ms per step that removing some of ``running_ops`` would save.
 
-        This is the time in which only these operations run.
+        This is the time during which only the removed operations run.
+
+        Args:
+            is_removed: a mask of ``running_ops``.
         """
         return float(
             self.ms_per_step(busy_ns(self.running_ops) - busy_ns(self.running_ops[~is_removed.to_numpy()]))
         )
 
     def time_saved_by_label(self, labels: pd.Series) -> pd.Series:
-        """Return the time in ms per step that removing each label's running operations would save."""
+        """Return, for each label, the time in ms per step that removing its operations would save.
+
+        Args:
+            labels: the label of each operation in ``running_ops``; missing if the operation has none.
+        """
         saved_ms = {label: self.time_saved_without(labels == label) for label in labels.dropna().unique()}
         return pd.Series(saved_ms, dtype=float).sort_values(ascending=False)
 
@@ -293,7 +304,7 @@ class Device:
 
     @cached_property
     def untraced_graphs(self) -> int:
-        """The number of CUDA graphs launched within steps for which the capture contains no operations.
+        """The number of CUDA graph launches within steps whose operations are missing from the capture.
 
         The GPU may be running these graphs when it appears idle. If there are no steps, all launches count.
         """
@@ -305,22 +316,22 @@ class Device:
 
     @cached_property
     def known_launch_share(self) -> float:
-        """The share of the median step's operations whose launch the capture contains."""
+        """The share of the operations in the median step whose launches are in the capture."""
         return float(self.operations["launch_start_ns"].notna().mean()) if len(self.operations) else 0.0
 
     @cached_property
     def host_lead_ms(self) -> float:
-        """The median time in ms from the end of an operation's launch to the operation's start."""
+        """The median time in ms between the end of an operation's launch and the start of the operation."""
         launched = (self.operations["launch_start_ns"] + self.operations["launch_duration_ns"]).dropna()
         lead_ns = self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")
         return float(lead_ns.median()) / 1e6
 
     @cached_property
     def startup_ms(self) -> float:
-        """The start-up's duration in ms; 0 if there are steps or we find no start-up.
+        """The duration of the start-up in ms, or 0 if there are steps or no start-up is found.
 
-        A start-up takes at least half of the capture, and the GPU is far less busy during it than afterwards: the
-        GPU is idle, or its communication waits for other GPUs.
+        A start-up takes at least half of the capture. During this time, the GPU is far less busy than afterwards,
+        because it is idle or its communication waits for other GPUs.
         """
         rows = self.classified_ops[self.classified_ops["part"] != COMMUNICATION].reset_index(drop=True)
         if self.has_steps or len(rows) < MIN_OPS_FOR_STARTUP:
@@ -341,9 +352,9 @@ class Device:
 
     @cached_property
     def matmuls(self) -> pd.DataFrame:
-        """The time in ms per step and the TFLOP/s of matmuls with known shapes, by dtype, longest first.
+        """The time in ms per step and the TFLOP/s of the matmuls with known shapes, by dtype, longest first.
 
-        Empty if too few matmuls have known shapes.
+        The table is empty if too few matmuls have known shapes.
         """
         rows = self.operations[self.operations["flops"] > 0]
         is_tf32 = (rows["dtype"] == "fp32") & matching(rows["name"], TENSOR_CORES.search)
@@ -361,17 +372,17 @@ class Device:
 
     @cached_property
     def generated(self) -> pd.DataFrame:
-        """The bytes and the time in ns of compiler-generated kernels with known argument sizes, by name."""
+        """Argument bytes and time in ns of compiler-generated kernels whose argument sizes are known, by name."""
         rows = self.operations
         rows = rows[(rows["kernel_category"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
         return rows.groupby("name", observed=True)[["bytes", "duration_ns"]].sum()
 
     @cached_property
     def kernels(self) -> pd.DataFrame:
-        """Operations by name, longest first.
+        """The operations of the median step by name, longest total time first.
 
-        Columns: count and ms per step, the share of the time of all operations, and the median, shortest and
-        longest time of one operation in ms.
+        Columns: count and ms (both per step), share (of the total time of all operations), and median_ms,
+        shortest_ms and longest_ms (of single operations).
         """
         return self._by_name(self.operations)
 
@@ -395,8 +406,8 @@ class Device:
     def leading_kernels(self) -> pd.DataFrame:
         """The kernel with the most time in each phase, or in each range if no phase is known.
 
-        Columns: part (the phase or range), part_ms, name, and the columns of ``kernels``; share is relative to
-        the part's time.
+        Columns: part (the phase or range), part_ms, name, and the columns of ``kernels``, where share is relative
+        to the part's time.
         """
         rows = self.operations
         rows = rows[(rows["kind"] == "kernel") & (rows["part"] != COMMUNICATION)]
@@ -418,7 +429,7 @@ class Device:
 
 
 def devices(capture: Capture) -> Iterator[Device]:
-    """Yield each GPU of each process. GPUs of different processes may have the same number."""
+    """Yield each GPU of each process in a capture. GPUs of different processes may have the same number."""
     groups = capture.operations.groupby(["device", "process"])
     has_several_processes = len(groups) > capture.operations["device"].nunique()
     for (device, process), rows in groups:
@@ -429,7 +440,10 @@ def devices(capture: Capture) -> Iterator[Device]:
 
 
 def busiest_device(capture: Capture, number: int | None = None) -> Device:
-    """Return the GPU whose operations take the most time; if a number is given, only consider GPUs with it.
+    """Return the GPU whose operations take the most time.
+
+    Args:
+        number: consider only GPUs with this number; None to consider all GPUs.
 
     Raises:
         TraceError: If the capture contains no operations in steps, or none on that GPU.
@@ -448,5 +462,5 @@ def busiest_device(capture: Capture, number: int | None = None) -> Device:
 
 
 def busy_ns(rows: pd.DataFrame) -> float:
-    """Return the time in ns in which at least one of the operations runs."""
+    """Return the time in ns during which at least one of the operations runs."""
     return union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())

@@ -1,11 +1,11 @@
 """Decide which of a capture's ranges are its steps.
 
 A step is a range that repeats on one thread of a process and encloses most of the process's launches. Some
-ranges meet these conditions but aren't steps:
+ranges satisfy these conditions but aren't steps:
 
 - parts of a step: ranges within a phase's range, and ranges named after a layer;
 - ranges that a library opens for internal purposes;
-- warm-ups and the ranges inside them, provided that the process launched other work, too.
+- warm-ups and the ranges within them, provided that the process launched other work, too.
 
 If no range is a step, but one repeated phase launches nearly all work (for example, in a benchmark of the forward
 pass), that phase's ranges are the steps. Without such a phase, each replay of a large CUDA graph begins a step, as
@@ -44,7 +44,7 @@ class Steps:
     """A capture's steps and warm-ups.
 
     rows: the ranges that are steps; the column ``step`` numbers the steps of each process.
-    warm_up: the ranges named as a warm-up; empty if nothing else was measured.
+    warm_up: the ranges whose names denote a warm-up; empty if hardly anything was launched outside them.
     """
 
     rows: pd.DataFrame
@@ -57,9 +57,11 @@ def find_steps(
     """Find the ranges that are steps.
 
     Args:
-        ranges: Records' ranges, with ``plain`` (see ``plain_name``) and ``phase`` ("" if none).
-        process, launch: each operation's process key and launch time (NEVER if unknown).
-        name: the steps' name; None to detect it.
+        path: the file, for error messages.
+        ranges: the ranges of Records, with the additional columns ``plain`` (see ``plain_name``) and ``phase``
+            ("" if the range isn't a phase).
+        process, launch: the process key and the launch time of each operation (NEVER if unknown).
+        name: the name of the steps, or None to detect it.
 
     Raises:
         TraceError: If no range has this name.
@@ -100,15 +102,15 @@ def _are_within(outer: pd.DataFrame, ranges: pd.DataFrame) -> np.ndarray:
 
 
 def _launch_share(rows: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> float:
-    """Return the share of operations that were launched within the ranges."""
+    """Return the share of the operations that were launched within the ranges."""
     return float((open_range(rows, process, launch) >= 0).sum() / max(1, len(launch)))
 
 
 def _repeating_ranges(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return the ranges with the name that encloses the most operations, among the names that repeat.
+    """Return the ranges that share a repeating name and enclose the most operations.
 
-    Names with a word such as "step" take precedence. If two names enclose the same number of operations, the name
-    with more time wins.
+    Names that contain a word such as "step" take precedence. If the ranges of two names enclose the same number of
+    operations, the ranges with the longer total time win.
     """
     best, score = ranges[:0], (False, True, MIN_STEP_SHARE, 0)
     is_phase = ranges["phase"] != ""
@@ -143,9 +145,9 @@ def _repeated_phase(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarra
 
 
 def _graph_replays(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return a step for each replay of the largest CUDA graph; a step lasts until the next replay.
+    """Return a step for each replay of the largest CUDA graph. A step lasts until the next replay.
 
-    A call that launched many operations counts as a graph's launch.
+    A call that launched many operations counts as the launch of a graph.
     """
     calls = pd.DataFrame({"key": process, "start_ns": launch})
     calls = calls.groupby(["key", "start_ns"]).size().rename("size").reset_index()

@@ -65,12 +65,12 @@ def profile(
 
     Args:
         step, phases: as in ``load_capture``.
-        device: the GPU to summarize; None for the busiest GPU.
-        csv: a file to write all operations to, one per line.
+        device: the number of the GPU to summarize, or None for the busiest GPU.
+        csv: a CSV file to which all operations are written, one per line.
         from_ms, to_ms: as in ``Capture.between``.
 
     Raises:
-        TraceError: If the capture can't be read, or lacks this GPU, step or phase.
+        TraceError: If the capture can't be read, or doesn't contain this GPU, step or phase.
         OSError: If the CSV can't be written.
     """
     capture = load_capture_or_sums(path, step, phases)
@@ -113,7 +113,9 @@ def summarize(capture: Capture, device: int | None = None) -> list[Line]:
 
 
 def phases_of(options: Sequence[str]) -> dict[str, str] | None:
-    """Parse options such as "forward=NAME" into phases by range name or pattern; return None without options.
+    """Convert options such as "forward=NAME" to a dict that maps range names or patterns to phases.
+
+    If there are no options, return None.
 
     Raises:
         TraceError: If an option doesn't have the form PHASE=NAME.
@@ -123,7 +125,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
         phase, _, name = text.partition("=")
         if not phase or not name:
             raise TraceError(
-                f"--phase: got {clean(text)!r}; expected forward=NAME, with the name of a range"
+                f"--phase: got {clean(text)!r}, but expected forward=NAME, with the name of a range"
                 " or a pattern such as *(F)"
             )
         phases[name] = phase
@@ -131,7 +133,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
 
 
 def _rank_lines(gpus: Sequence[Device]) -> list[Line]:
-    """Compare a capture's GPUs if they share steps; omit each GPU's times, which other lines contain."""
+    """Compare a capture's GPUs if they have steps in common; omit each GPU's times, which other lines contain."""
     names = [gpu.name for gpu in gpus]
     with suppress(TraceError):
         return [line for line in rank_lines(gpus, names) if line.label not in names]
@@ -150,7 +152,7 @@ def _capture_line(gpu: Device, gpus: Sequence[Device]) -> Line:
     if len(numbers) > 1:
         counts.append(f"{len(numbers)} GPUs")
     details = ", ".join(filter(None, (" on ".join(counts), f"details of {gpu.name}", name)))
-    parts.append(details if len(gpus) > 1 else name or "a GPU without a name")
+    parts.append(details if len(gpus) > 1 else name or "unnamed GPU")
     start, end = gpu.windows[0, 0], gpu.windows[-1, 1]
     starts = gpu.classified_ops["start_ns"]
     operations = int(((starts >= start) & (starts < end)).sum())
@@ -186,14 +188,14 @@ def _steps_text(gpu: Device) -> str:
     """Describe the capture's steps, and how many of them contain no GPU work."""
     names, count = gpu.host_steps["name"].tolist(), len(gpu.host_steps)
     if not count:
-        return "no steps found: the whole capture counts as one"
+        return "no steps found: the entire capture counts as one step"
     from_to = " to ".join(dict.fromkeys(clean(name) for name in (names[0], names[-1])))
     text = f"{counted(count, 'step')} ({from_to})"
     if gpu.empty_steps == count:
         text += ", but no operation was launched in any of them"
     elif gpu.empty_steps:
         text += f", {gpu.empty_steps:,} of them without GPU work"
-    return text if gpu.has_steps else f"{text}: the whole capture counts as one"
+    return text if gpu.has_steps else f"{text}: the entire capture counts as one step"
 
 
 def _breakdown_line(label: str, gpu: Device) -> Line:
@@ -217,7 +219,7 @@ def _breakdown_line(label: str, gpu: Device) -> Line:
 
 
 def _outliers_line(gpu: Device) -> Line:
-    """Name the steps whose time is far from the median, and the part that differs the most."""
+    """Name the steps whose wall time is far from the median, and, for each, the part that differs the most."""
     texts = []
     for index in gpu.outliers[:MAX_NAMED]:
         extra_ms = (gpu.breakdowns.iloc[index] - gpu.median).drop("wall")
@@ -231,11 +233,11 @@ def _outliers_line(gpu: Device) -> Line:
 
 
 def _startup_line(gpu: Device, gaps: pd.DataFrame) -> Line:
-    """Describe the time before the GPU works: the start of each step, or the start-up if there are no steps."""
+    """Describe the time before the GPU starts to work in each step, or the start-up if there are no steps."""
     wall = gpu.median["wall"]
     if gpu.startup_ms:
         share = number(gpu.startup_ms / wall, "%")
-        text = f"{number(gpu.startup_ms, 'ms')} ({share}) pass before the GPU computes steadily"
+        text = f"{number(gpu.startup_ms, 'ms')} ({share}) pass before the GPU is steadily busy"
         begin = gpu.windows[0, 0]
         early = gpu.classified_ops[gpu.classified_ops["start_ns"] < begin + gpu.startup_ms * 1e6]
         early = early[early["part"] == COMMUNICATION]
@@ -259,24 +261,24 @@ def _startup_line(gpu: Device, gaps: pd.DataFrame) -> Line:
 
 
 def _bound_line(gpu: Device, gap_causes: pd.DataFrame, causes: pd.DataFrame) -> Line:
-    """Name what bounds the step: the GPU, launches, synchronization or other host work."""
+    """Describe what bounds the step: the GPU, launches, synchronization or other work on the host."""
     known = gpu.operations["launch_start_ns"].notna().sum()
     if not known:
-        return Line("bound", "unknown: the capture has no launch records")
+        return Line("bound", "unknown: the capture contains no launches")
     if graphs := gpu.untraced_graphs:
         launches = f"{graphs:,} CUDA graph {'launch' if graphs == 1 else 'launches'}"
         return Line(
             "bound",
-            f"unknown: {launches} in these steps left no operations in the capture, so the GPU may"
-            " be busy when it looks idle",
+            f"unknown: the capture lacks the operations of {launches} in these steps, so the GPU may"
+            " be busy when it appears idle",
             {"unseen_graphs": graphs},
         )
     if len(gpu.operations) < MIN_OPS_TO_JUDGE:
-        return Line("bound", f"unknown: the capture has only {counted(gpu.operations, 'operation')}")
+        return Line("bound", f"unknown: the capture contains only {counted(gpu.operations, 'operation')}")
     if gpu.known_launch_share < MIN_KNOWN_LAUNCH_SHARE:
         return Line(
             "bound",
-            f"unknown: the capture has the launches of only {known:,} of {counted(gpu.operations, 'operation')}",
+            f"unknown: the capture contains launches of only {known:,} of {counted(gpu.operations, 'operation')}",
         )
     wall, idle, gaps = gpu.median["wall"], gpu.median["idle"], gpu.gaps
     late = gap_causes[gap_causes["cause"].isin(HOST_CAUSES)]
@@ -361,24 +363,25 @@ def _communication_line(gpu: Device) -> Line:
         phases = gpu.time_saved_by_label(gpu.running_ops["phase"].astype(str).where(communicates))
         if phases.iloc[0] > 0.5 * exposed and phases.index[0] != OUTSIDE:
             share = number(phases.iloc[0] / exposed, "%")
-            text += f", {share} of it launched by the {clean(phases.index[0])}"
+            text += f", {share} of it launched in the {clean(phases.index[0])} phase"
         text += _waiting_text(gpu, parts)
     return Line("communication", text, values)
 
 
 def _waiting_text(gpu: Device, parts: Exposed) -> str:
-    """Describe how much of the exposed communication time the GPU spends waiting for other GPUs."""
+    """Describe how much of the exposed communication time is spent waiting for other GPUs."""
     waiting = number(parts.waiting_ms, "ms")
     if parts.is_measured:
         transfer = number(parts.transfer_ms, "ms")
         return (
-            f"; {transfer} is transfer and {waiting} is waiting for other GPUs, compared with their kernels"
+            f"; {transfer} is transfer and {waiting} is waiting for other GPUs (compared with their kernels)"
         )
     if np.isfinite(parts.min_transfer_ms):
         speed = f"{gpu.sheet['link_gb_s']:g} GB/s ({gpu.sheet['link']})"
         least = number(parts.min_transfer_ms, "ms")
         return (
-            f"; its bytes take at least {least} at {speed}; {waiting} is latency and waiting for other GPUs"
+            f"; transferring the data takes at least {least} at {speed}; {waiting} is latency and waiting for"
+            " other GPUs"
         )
     if parts.waiting_ms >= MIN_WAITING * gpu.median["exposed communication"]:
         return f"; at least {waiting} is spent waiting for other GPUs ({short(parts.longest)})"
@@ -392,7 +395,9 @@ def _advice_lines(gpu: Device, causes: pd.DataFrame) -> list[Line]:
         return [Line("to do", again)]
     items = rank_advice(gpu, causes)
     if not items:
-        text = "nothing stands out: all that is left is to make kernels faster, starting with those above"
+        text = (
+            "nothing stands out; to save more time, make the kernels faster, starting with those listed above"
+        )
         return [Line("to do", text)]
     lines = []
     for rank, (ms, what) in enumerate(items, start=1):
@@ -408,7 +413,7 @@ def _advice_lines(gpu: Device, causes: pd.DataFrame) -> list[Line]:
 
 
 def _not_available_line(gpu: Device) -> Line:
-    """List the kinds of data that the capture doesn't contain."""
+    """List the data that the capture doesn't contain."""
     rows, missing, capture = gpu.operations, [], gpu.capture
     if capture.rank and capture.rank[1] > 1:
         missing.append("other ranks")
@@ -425,4 +430,4 @@ def _not_available_line(gpu: Device) -> Line:
         missing.append(f"the launches of {counted(unknown, 'operation')}")
     if capture.unfinished:
         missing.append(f"the end of {counted(capture.unfinished, 'host event')}")
-    return Line("not available", ", ".join([*missing, "clocks", "the step without the profiler"]))
+    return Line("not available", ", ".join([*missing, "clocks", "unprofiled steps"]))

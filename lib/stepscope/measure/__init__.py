@@ -2,33 +2,33 @@
 
     from stepscope import measure
 
-    steps(subject, cases, config)           the complete protocol, for a dictionary of steps
-    record_memory(subject, cases, config)   every allocation of one step of each case
-    Subject(model, batch, loss, optimizer)  the model and all that its steps use; .reset() frees its gradients
+    steps(subject, cases, config)           run the complete protocol on a dictionary of steps
+    record_memory(subject, cases, config)   record every allocation of one step of each case
+    Subject(model, batch, loss, optimizer)  a model and everything that its steps use; .reset() frees the gradients
     negligible_learning_rate(optimizer)     a context in which steps don't change the weights
 
     time_steps(step, steps, warmups, device, ...)  one row per step and phase: wall_ms, enqueue_ms
-    Phases(device), .ms()                   the ``phase`` that a step is called with: wall and enqueue time
-    has_enough_samples(rows, min_steps, device)    whether these timed steps suffice for a reliable median
-    back_to_back(step, device, steps)       time steps in ms, synchronizing only after the last
-    run_for(step, device, seconds)          run a step repeatedly, synchronizing after each
+    Phases(device), .ms()                   a step's ``phase`` argument, which records wall and enqueue times
+    has_enough_samples(rows, min_steps, device)    whether there are enough timed steps for a reliable median
+    back_to_back(step, device, steps)       time steps in ms, synchronizing only after the last step
+    run_for(step, device, seconds)          run a step repeatedly, synchronizing after each step
     synchronizer(device)                    a function that waits until the device is idle
-    seconds_with_compiling(step, device)    duration of a first step, which compiles
+    seconds_with_compiling(step, device)    duration of the first step, including its compilation
 
-    StepProfiler(device)                    profile: call steps with .phases(case, number), then read .operations
-    fastest_step, median_step, complete_steps(operations)  one profiled step, or all complete ones
+    StepProfiler(device)                    pass .phases(case, number) to steps, then read .operations
+    fastest_step, median_step, complete_steps(operations)  one profiled step, or all complete profiled steps
     gpu_time_ms, gpu_time, by_name(operations)             statistics of a profiled step
     find_inconsistencies(row, profiled_ms), is_power_limited(row), TRIES   sanity checks of a row
     step_times, operations_by_name          the tables of a run
 
-    out_of_memory(status, case, ...)        record that a case fails, free its memory, and continue
+    out_of_memory(status, case, ...)        record that a case ran out of memory, free its memory, and continue
     asked_and_allocated(message)            the numbers in an out-of-memory message
     reset_peak_memory, peak_memory(device)  peak_gib and reserved_gib since the reset
-    saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   the memory that autograd keeps
-    ceilings(device, precisions)            measured peak rates: matmul TFLOP/s by precision, copy TB/s
+    saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   the memory that autograd uses
+    ceilings(device, precisions)            measured peak rates: matmul TFLOP/s by precision, and copy TB/s
     sheet_tflops, sheet_clock_mhz(precision, device)   the data sheet's peak rate and the SM clock it assumes
 
-Everything works on a CPU. Results that need a GPU are then empty or NaN, or replaced by the reason.
+Everything also works on a CPU, where results that need a GPU are empty, NaN, or replaced by the reason.
 """
 
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling

@@ -1,4 +1,4 @@
-"""Settings of torch.compile: its cache, and the number of shapes for which it may compile a function."""
+"""Configure torch.compile: its cache, and the number of shapes for which it may compile a function."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,16 +9,16 @@ from stepscope.measure.timing import synchronizer
 
 
 def fresh_compiler_cache() -> AbstractContextManager:
-    """Return a context in which torch.compile ignores the cache of earlier runs and compiles everything again."""
+    """Return a context manager in which torch.compile ignores earlier runs' cache and recompiles everything."""
     from torch._inductor.utils import fresh_cache  # imported lazily: it loads the compiler
 
     return fresh_cache()
 
 
 def allow_recompiling(shapes: int) -> None:
-    """Let torch.compile compile a function for this many shapes; PyTorch's default is 8.
+    """Allow torch.compile to compile a function for this many shapes (PyTorch's default is 8).
 
-    More shapes raise an error. By default, PyTorch would run them uncompiled.
+    If there are more shapes, PyTorch raises an error. By default, it would run the function uncompiled.
     """
     import torch._dynamo.config as dynamo
 
@@ -28,7 +28,7 @@ def allow_recompiling(shapes: int) -> None:
 
 
 def seconds_with_compiling(step: Callable[[], Any], device: str) -> float:
-    """Run a step for the first time, which compiles it; return the total time in seconds."""
+    """Run a step for the first time; return its duration in seconds, which includes compilation."""
     synchronize = synchronizer(device)
     started = default_timer()
     step()

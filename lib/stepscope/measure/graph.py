@@ -15,14 +15,14 @@ from stepscope.model.training_step import release
 def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int) -> Callable[[], Any]:
     """Capture ``step`` as one CUDA graph; return a function that replays it and returns the step's output.
 
-    Warm-up steps change the weights and the optimizer's state; the capture itself doesn't.
+    The warm-up steps change the weights and the optimizer's state, but the capture itself doesn't.
 
     Args:
-        step: reads its inputs in place, and does all of its work on the GPU.
-        clear: a function that frees the warm-up's gradients, which would otherwise take memory in addition to the
-            gradients in the graph's own memory pool.
-        warmups: the number of steps to run before the capture, on its stream. They load and choose kernels, and
-            create the optimizer's state.
+        step: a function that reads its inputs in place, and does all of its work on the GPU.
+        clear: a function that frees the gradients of the warm-up steps, which would otherwise occupy memory in
+            addition to the gradients in the graph's private memory pool.
+        warmups: the number of warm-up steps to run before the capture, on the same stream. They load and select
+            kernels, and create the optimizer's state.
     """
     side_stream, stream = torch.cuda.Stream(), torch.cuda.current_stream()
     side_stream.wait_stream(stream)
@@ -74,7 +74,7 @@ def replay(
         at_least_s: the minimum total time of the replays, in seconds.
 
     Returns:
-        The wall time of each replay in ms, and ""; if the step can't be captured, an empty list and the reason.
+        The wall time of each replay in ms, and "". If the step can't be captured, an empty list and the reason.
     """
     if reason := not_capturable(device, optimizer, scaler):
         return [], reason
@@ -97,18 +97,20 @@ def replay(
 
 
 def not_capturable(device: str, optimizer: Any = None, scaler: Any = None) -> str:
-    """Return why a step can't be captured as a CUDA graph; empty if it can."""
+    """Return the reason why a step can't be captured as a CUDA graph, or "" if nothing prevents the capture."""
     if device != "cuda":
-        return "a CPU has no CUDA graphs"
+        return "CUDA graphs are not available on a CPU"
     if optimizer is not None and scaler is not None and scaler.is_enabled():
-        return "GradScaler asks on the CPU whether gradients overflowed, which a CUDA graph cannot"
+        return (
+            "GradScaler checks on the CPU whether gradients overflowed, which is impossible in a CUDA graph"
+        )
     return ""
 
 
 def capture_failure(error: BaseException | None) -> str:
-    """Describe the first error of a failed capture.
+    """Describe the original error of a failed capture.
 
-    Ending the capture then raises another error, which doesn't name the cause.
+    When a capture fails, PyTorch raises another error, which doesn't name the cause.
     """
     causes = []
     while error is not None:
@@ -125,9 +127,9 @@ def capture_failure(error: BaseException | None) -> str:
 
 @contextmanager
 def capturable(optimizer: Any) -> Iterator[None]:
-    """Make an optimizer's steps capturable by moving AdamW's step counts from the CPU to the GPU.
+    """Make an optimizer capturable by moving AdamW's step counts from the CPU to the GPU.
 
-    The optimizer's state is cleared afterwards, so that the next eager step creates new state.
+    Afterwards, the optimizer's state is cleared, so that the next eager step creates new state.
 
     Args:
         optimizer: the step's optimizer, or None.

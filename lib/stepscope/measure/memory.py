@@ -20,14 +20,15 @@ def reset_peak_memory(device: str) -> None:
 
 
 def allocated_memory(device: str) -> dict[str, float]:
-    """Return ``state_gib``, the memory allocated to tensors now; empty on a CPU."""
+    """Return ``state_gib``, the memory in GiB that is currently allocated to tensors; on a CPU, return {}."""
     return {"state_gib": torch.cuda.memory_allocated() / GIB} if device == "cuda" else {}
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """Return the maxima since :func:`reset_peak_memory`; empty on a CPU, whose allocator has no statistics.
+    """Return the peak memory in GiB since :func:`reset_peak_memory`.
 
     ``peak_gib`` is the memory allocated to tensors, and ``reserved_gib`` is the memory reserved from the driver.
+    The result is empty on a CPU, whose allocator keeps no statistics.
     """
     if device != "cuda":
         return {}
@@ -38,7 +39,7 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 def device_bytes(device: str) -> float:
-    """Return the bytes that this process's tensors can occupy in total.
+    """Return how many bytes this process's tensors can occupy in total.
 
     The result is NaN on a CPU, whose memory is shared with other programs.
     """
@@ -49,9 +50,10 @@ def device_bytes(device: str) -> float:
 
 
 def storage_bytes(*tensors: Any) -> int:
-    """Return the bytes of the storages of tensors, which may be nested in tuples, lists and dicts.
+    """Return the total size of the tensors' storages in bytes. A storage that several tensors share counts once.
 
-    Tensors that share a storage count once.
+    Args:
+        tensors: tensors, possibly nested in tuples, lists and dicts. Other values are ignored.
     """
     storages = [x.untyped_storage() for x in tree_leaves(tensors) if isinstance(x, Tensor)]
     bytes_by_address = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -61,7 +63,7 @@ def storage_bytes(*tensors: Any) -> int:
 def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, list[Tensor]]:
     """Run ``call(*inputs)``; return its output, and the tensors that autograd saves for backward.
 
-    The list has one tensor per storage. It includes inputs and the output if backward needs them.
+    The list contains one tensor per storage. It includes the inputs and the output if backward needs them.
     """
     saved: dict[int, Tensor] = {}
 
@@ -83,18 +85,18 @@ def pass_memory(
         call: the forward pass, a function of ``inputs``.
         inputs: the tensors whose gradients backward computes.
         gradient: the gradient of the output.
-        held: bytes already in use before the call, for example by inputs and a mask. All results except ``saved``
+        held: the bytes in use before the call, for example for inputs and a mask. All results except ``saved``
             include them.
         device: "cuda" or "cpu".
 
     Returns:
-        saved: bytes that forward creates and saves for backward, without the output.
-        in_use: bytes in use between forward and backward, including the output.
-        forward, backward: the peak during forward, and during both passes. Missing on a CPU, whose allocator has
-            no statistics.
+        saved: the bytes that forward creates and saves for backward, excluding the output.
+        in_use: the bytes in use between forward and backward, including the output.
+        forward, backward: the peak during forward, and the peak during both passes. Both are missing on a CPU,
+            whose allocator keeps no statistics.
 
-        On a CPU, ``saved`` counts the storages that autograd saves, except for those of inputs, of the output, and
-        of boolean masks, because masks are not created by forward.
+        On a CPU, ``saved`` counts the storages that autograd saves, except those of the inputs, the output and
+        boolean masks. Masks are excluded because forward doesn't create them.
     """
     for x in inputs:
         x.grad = None

@@ -5,7 +5,7 @@
     recordings = measure.record_memory(subject, cases, config)
     recordings.histories       every allocation of one step of each case
 
-The allocator's history is read by :mod:`stepscope.traces.memory_snapshot`.
+:mod:`stepscope.traces.memory_snapshot` converts the allocator's history into a table.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,11 +25,11 @@ Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
 
 
 class AllocatorCounts(NamedTuple):
-    """The statistics of PyTorch's allocator.
+    """Statistics of PyTorch's CUDA allocator.
 
     allocations, frees: the number of allocations and the number of frees so far.
-    requested: bytes that live tensors requested.
-    peak_requested, peak_allocated, peak_reserved: peaks since the last reset, in bytes.
+    requested: the bytes that were requested for live tensors.
+    peak_requested, peak_allocated, peak_reserved: the peaks since the last reset, in bytes.
     """
 
     allocations: int
@@ -64,14 +64,14 @@ def allocator_counts() -> AllocatorCounts:
 class MemoryHistory:
     """The recorded allocations of one step of a mode.
 
-    before: live bytes by kind when the recording started.
+    before: the live bytes by kind when the recording started.
     start: the allocator's statistics when the recording started.
-    phases: each phase's name, and the allocator's statistics at its start and end.
-    regions: for each region that was opened or closed, the number of allocations so far and the region's name;
-        None instead of a name if the region was closed.
-    gradients: addresses of the gradients at the end of backward.
-    snapshot: the snapshot of PyTorch's allocator, with the history.
-    reason: why the step ran out of memory, in which case there is no history; "" if it did not.
+    phases: each phase's name, and the allocator's statistics when the phase started and ended.
+    regions: for each time that a region was opened or closed, the number of allocations so far, and the region's
+        name (None if a region was closed).
+    gradients: the addresses of the gradients at the end of backward.
+    snapshot: the snapshot of PyTorch's allocator, which contains the history.
+    reason: the error message of a step that ran out of memory, which has no history; otherwise "".
     """
 
     mode: str
@@ -96,7 +96,7 @@ class Recordings:
     """The result of :func:`record_memory`.
 
     histories: one per case; empty on a CPU, whose allocator keeps no history.
-    learning_rate: the optimizer's rate while steps were recorded; None if no step uses an optimizer.
+    learning_rate: the optimizer's learning rate while steps were recorded; None if no step uses an optimizer.
     """
 
     histories: list[MemoryHistory]
@@ -104,11 +104,11 @@ class Recordings:
 
 
 class Recorder:
-    """Records the number of allocations so far when each phase and each range starts and ends.
+    """Records the number of allocations so far whenever a phase or a range starts or ends.
 
     A step is called with the recorder as its ``phase``, and the model opens its ranges with the recorder instead
-    of the NVTX domain. The recorder therefore also knows the regions of backward, which the allocator's history
-    can't show, because it has no Python stacks there.
+    of the NVTX domain. Therefore, the recorder also covers the regions of backward. The allocator's history can't
+    show these regions, because it has no Python stacks for backward.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -147,13 +147,13 @@ class Recorder:
 
 
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the size of each tensor's storage in bytes, by address."""
+    """Return the size in bytes of each tensor's storage, keyed by the storage's address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def live_bytes(subject: Subject, mode: str) -> dict[str, int]:
-    """Return the bytes of a subject's tensors by kind, between two steps of a mode."""
+    """Return the bytes that a subject's tensors occupy between two steps of a mode, by kind."""
     tensors: dict[str, Iterable[torch.Tensor]] = {
         "weights": subject.model.parameters(),
         "optimizer state": _moments(subject) if mode == "step" else [],
@@ -163,7 +163,7 @@ def live_bytes(subject: Subject, mode: str) -> dict[str, int]:
 
 
 def _moments(subject: Subject) -> list[torch.Tensor]:
-    """Return the tensors of the optimizer's state on the device, without AdamW's step counts on the CPU."""
+    """Return the tensors of the optimizer's state that are on the device (AdamW's step counts are on the CPU)."""
     device = subject.batch[0].device
     moments = []
     for state in subject.optimizer.state.values():
@@ -173,15 +173,15 @@ def _moments(subject: Subject) -> list[torch.Tensor]:
 
 
 def keeps_history(device: str) -> bool:
-    """Return whether PyTorch can record the allocations of this device."""
+    """Return whether PyTorch can record the allocations on this device."""
     return device == "cuda"
 
 
 def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfig) -> Recordings:
-    """Record one step of every case, after its warm-up steps, with a negligible learning rate.
+    """Record the allocations of one step of every case, with a negligible learning rate.
 
-    If a case runs out of memory, its history gives the reason, and the other cases continue. Gradients and moments
-    are freed between cases, because not every mode has them.
+    Each case is warmed up first. If a case runs out of memory, its history gives the reason, and the other cases
+    continue. Gradients and moments are freed between cases, because not every mode has them.
 
     Args:
         subject: the model, batch and optimizer that the steps use.
@@ -197,7 +197,7 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
 
 
 def record_case(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
-    """Record a case, or the reason why the case ran out of memory; then free the case's memory."""
+    """Record one step of a case, or the reason why it ran out of memory; then free the case's memory."""
     failed: dict[Any, tuple[str, str]] = {}
     with out_of_memory(failed, mode):
         history = record_step(subject, mode, step, config)
@@ -211,7 +211,7 @@ def record_case(subject: Subject, mode: str, step: Step, config: StepConfig) -> 
 
 
 def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
-    """Record a step, after warm-up steps that create the optimizer's state and cuBLAS's workspaces.
+    """Record one step, after warm-up steps that create the optimizer's state and cuBLAS's workspaces.
 
     Raises:
         torch.OutOfMemoryError: If memory runs out; the message names the step.

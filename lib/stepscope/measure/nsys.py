@@ -16,11 +16,11 @@ REPLAY = "replay"  # the range in which forward is captured as a CUDA graph and 
 class ProfiledModes:
     """The profile of a configuration's modes.
 
-    file: the report of nsys or the trace of torch.profiler; None if nothing was profiled.
-    modes: for each mode, its status and reason; the wall times unprofiled_ms and profiled_ms of its steps; and
-        the enqueue_ms and the clock (sm_clock_mhz and highest_clock_mhz) of its unprofiled steps.
+    file: nsys's report or torch.profiler's trace; None if nothing was profiled.
+    modes: by mode, a dict with the status and its reason; unprofiled_ms and profiled_ms, the wall times of the
+        mode's steps; and enqueue_ms and clock (sm_clock_mhz and highest_clock_mhz), from the unprofiled steps.
     step_modes: the mode of each step in the file, in order.
-    learning_rate: AdamW's rate during these steps; None if the weights did not fit.
+    learning_rate: AdamW's learning rate during these steps; None if the weights did not fit into memory.
     """
 
     file: Path | None
@@ -54,7 +54,9 @@ def read_profiled_modes(folder: Path, uses_nsys: bool, output: str) -> ProfiledM
     """
     last_output = output[-2000:]
     if not (folder / OUTCOME).exists():
-        raise NsysError(f"the profiled process ended before its steps did; its output: {last_output}")
+        raise NsysError(
+            f"the profiled process ended before it completed its steps; its output: {last_output}"
+        )
     text = (folder / OUTCOME).read_text()
     outcome = json.loads(text)
     file = None

@@ -1,4 +1,4 @@
-"""Handle a case that runs out of memory: record the reason, free the case's memory, and continue with others."""
+"""Handle a case that runs out of memory: record the reason, free its memory, and continue with other cases."""
 
 import re
 import traceback
@@ -17,9 +17,9 @@ MAX_UNSUPPORTED_CHARS = 200
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's first sentences on one line, without paths of this machine.
+    """Return the first sentences of an error message on one line, without paths on this machine.
 
-    In an out-of-memory error, these sentences give the request and the available memory.
+    In an out-of-memory error, these sentences state how much memory was requested and available.
     """
     first_sentences, *_ = re.split(
         r" (?:Including|Process \d)|\s(?:Search for|CUDA kernel errors)", str(error)
@@ -42,9 +42,9 @@ class out_of_memory:
     Args:
         status: ``status[case]`` becomes ("oom", reason), unless the block succeeds.
         case: the key in ``status``.
-        doing: the activity, which the reason names: "while <doing>: ...".
-        or_unsupported: also record other errors, as ("unsupported", reason). CUDA errors are raised, because the
-            process can't use the GPU after them.
+        doing: what the block does; the reason then begins with "while <doing>: ".
+        or_unsupported: whether to record other errors, too, as ("unsupported", reason). CUDA errors are always
+            raised, because the process can't use the GPU after them.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class out_of_memory:
         return True
 
     def _outcome(self, error: BaseException) -> tuple[str, str] | None:
-        """Return the status and the reason; None for an error that isn't handled here."""
+        """Return the status and the reason, or None if this class doesn't handle such errors."""
         if is_out_of_memory(error):
             reason = error_text(error)
             return "oom", f"while {self.doing}: {reason}" if self.doing else reason
@@ -102,14 +102,14 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def unsupported_reason(error: BaseException, messages: Sequence[warnings.WarningMessage]) -> str:
-    """Return why an operation doesn't run, in PyTorch's words.
+    """Return the reason why an operation is unsupported, in PyTorch's words.
 
-    If no attention kernel is available, PyTorch's error doesn't say why, but its warnings do. We leave out the
-    warnings about disabled backends, because they give no other reason.
+    If no attention kernel is available, PyTorch's warnings give the reason, but its error doesn't. We omit the
+    warnings about disabled backends, because they give no further reason.
 
     Args:
-        error: the error of the operation.
-        messages: the warnings before the error.
+        error: the error that the operation raised.
+        messages: the warnings that preceded the error.
     """
     if "No available kernel" in str(error):
         texts = []
@@ -128,16 +128,16 @@ def asked_and_allocated(message: str) -> dict[str, Any]:
 
     Returns:
         requested_gib: the size of the failed allocation, in GiB.
-        allocated_gib: the memory that this process had allocated before, in GiB.
-        reason: a phrase with both numbers; missing if the message has no request.
+        allocated_gib: the memory that this process had already allocated, in GiB.
+        reason: a phrase with both numbers; missing if the message doesn't state the request.
 
-        Numbers that the message lacks are NaN.
+        Numbers that the message doesn't contain are NaN.
     """
     requested = _find_gib(r"allocate ([\d.]+) ([GM]iB)", message)
     allocated = _find_gib(r"([\d.]+) ([GM]iB) is allocated by PyTorch", message)
     numbers: dict[str, Any] = {"requested_gib": requested, "allocated_gib": allocated}
     if not isnan(requested):
-        numbers["reason"] = f"asked for {requested:.4g} GiB with {allocated:.4g} GiB allocated"
+        numbers["reason"] = f"requested {requested:.4g} GiB with {allocated:.4g} GiB allocated"
     return numbers
 
 

@@ -1,8 +1,8 @@
-"""Read the GPU's SM clock, the reasons that lower the clock, energy and power through NVML.
+"""Read the GPU's SM clock, the reasons for a lowered clock, energy and power through NVML.
 
-Nothing runs in parallel with timed steps: we read the GPU between the steps, outside the timed intervals. The
-energy counter is updated about ten times a second. If the steps are too short for this counter, the same step is
-repeated for some seconds, while a thread reads the GPU.
+Nothing runs in parallel with timed steps: we read the GPU between steps, outside the timed intervals. The energy
+counter is updated about ten times a second. If the timed steps are too short for this counter, the same step is
+repeated for a few seconds while a thread reads the GPU.
 """
 
 import functools
@@ -41,7 +41,7 @@ CLOCK_REASONS = {
 
 
 class Reading(NamedTuple):
-    """The GPU's state at one time; NaN where the driver reports nothing."""
+    """The GPU's state at one point in time. Values that the driver doesn't report are NaN."""
 
     time_s: float  # according to timeit.default_timer
     sm_clock_mhz: float
@@ -62,7 +62,7 @@ def nvml_device():
 
 
 def _query(function: Callable[..., float], *args: int) -> float:
-    """Call an NVML function on this process's GPU; return NaN if NVML fails or the process uses no GPU."""
+    """Call an NVML function for this process's GPU. The result is NaN if NVML fails or the process uses no GPU."""
     if torch.cuda.is_initialized():
         with suppress(pynvml.NVMLError):
             return float(function(nvml_device(), *args))
@@ -70,25 +70,25 @@ def _query(function: Callable[..., float], *args: int) -> float:
 
 
 def sm_clock_mhz() -> float:
-    """Return the GPU's current SM clock in MHz; NaN if NVML fails or this process uses no GPU."""
+    """Return the GPU's current SM clock in MHz, or NaN if NVML fails or this process uses no GPU."""
     return _query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
 
 
 @functools.cache
 def highest_clock_mhz() -> float:
-    """Return the GPU's highest SM clock in MHz; NaN if NVML fails or this process uses no GPU."""
+    """Return the GPU's highest SM clock in MHz, or NaN if NVML fails or this process uses no GPU."""
     return _query(pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
 
 
 @functools.cache
 def power_limit_w() -> float:
-    """Return the enforced power limit in W; NaN if NVML fails or this process uses no GPU."""
+    """Return the enforced power limit in W, or NaN if NVML fails or this process uses no GPU."""
     limit_mw = _query(pynvml.nvmlDeviceGetEnforcedPowerLimit)
     return limit_mw / 1e3
 
 
 def read_gpu() -> Reading:
-    """Read the GPU. If this process uses no GPU, everything except the time is NaN."""
+    """Read the GPU's current state. If this process uses no GPU, all values except the time are NaN."""
     energy_mj = _query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
     reasons = _query(pynvml.nvmlDeviceGetCurrentClocksEventReasons)
     return Reading(default_timer(), sm_clock_mhz(), energy_mj / 1e3, reasons)
@@ -97,8 +97,8 @@ def read_gpu() -> Reading:
 def mean_power_w(readings: Sequence[Reading]) -> float:
     """Return the mean power in W between the first and the last change of the energy counter.
 
-    A reading is up to date only if it differs from the previous one. The result is NaN if the counter changed less
-    than twice.
+    A reading of the counter is up to date only if it differs from the previous reading. The result is NaN if the
+    counter changed fewer than two times.
     """
     time_s = np.array([reading.time_s for reading in readings])
     energy_j = np.array([reading.energy_j for reading in readings])
@@ -112,13 +112,13 @@ def mean_power_w(readings: Sequence[Reading]) -> float:
 
 
 class PowerMonitor:
-    """A context manager for untimed work: a thread reads the GPU every :data:`POLL_S` seconds.
+    """A context manager in which a thread reads the GPU every :data:`POLL_S` seconds.
 
-    Afterwards, ``readings``, ``power_w`` (the mean), ``sm_clock_mhz`` (the median) and ``clock_reasons`` are set.
-    On a CPU, the numbers are NaN, and the reasons are None.
+    Don't use it around timed work. Afterwards, it has the attributes ``readings``, ``power_w`` (the mean),
+    ``sm_clock_mhz`` (the median) and ``clock_reasons``. On a CPU, the numbers are NaN, and the reasons are None.
 
     Args:
-        read: returns a reading of the GPU; None to read NVML.
+        read: a function that returns a reading of the GPU, or None to use NVML.
     """
 
     def __init__(self, read: Callable[[], Reading] | None = None):
@@ -149,7 +149,7 @@ class PowerMonitor:
 
 
 class Power:
-    """Clock, power and energy of timed steps. Call :meth:`read` after each step."""
+    """Reads the GPU's clock, power and energy between timed steps. Call :meth:`read` after each step."""
 
     def __init__(self, device: str):
         self.is_gpu = device == "cuda"
@@ -160,13 +160,13 @@ class Power:
             self.readings.append(read_gpu())
 
     def per_step(self, steps: int) -> dict[str, Any]:
-        """Return ``sm_clock_mhz``, ``clock_reasons``, ``power_w`` and ``energy_per_step_j`` of the last steps.
+        """Return ``sm_clock_mhz``, ``clock_reasons``, ``power_w`` and ``energy_per_step_j`` of the timed steps.
 
-        If the steps were too short for the energy counter, power and energy are NaN; use :func:`sustained_power`
+        If these steps were too short for the energy counter, power and energy are NaN; use :func:`sustained_power`
         instead. The result is empty on a CPU.
 
         Args:
-            steps: the number of timed steps. They are the last steps after which the GPU was read.
+            steps: the number of timed steps. Readings after earlier steps, such as warm-up steps, are ignored.
         """
         if not self.is_gpu:
             return {}
@@ -186,12 +186,12 @@ class Power:
 def sustained_power(
     step: Callable[[], object], device: str, before: Callable[[], object] = noop
 ) -> dict[str, float]:
-    """Run a step repeatedly for :data:`SUSTAINED_S` seconds; return its ``power_w`` and ``energy_per_step_j``.
+    """Run a step repeatedly for :data:`SUSTAINED_S` seconds; return ``power_w`` and ``energy_per_step_j``.
 
     The result is empty on a CPU.
 
     Args:
-        before: called before each step.
+        before: a function to call before each step.
     """
     if device != "cuda":
         return {}
@@ -206,7 +206,7 @@ def duration_s(readings: Sequence[Reading]) -> float:
 
 
 def median_clock(readings: Sequence[Reading]) -> float:
-    """Return the median SM clock in MHz of the readings that have a clock; NaN if none does."""
+    """Return the median SM clock in MHz of the readings that have a clock, or NaN if none has one."""
     clocks = [reading.sm_clock_mhz for reading in readings]
     known = [clock for clock in clocks if not isnan(clock)]
     return float(np.median(known)) if known else nan
@@ -215,7 +215,7 @@ def median_clock(readings: Sequence[Reading]) -> float:
 def clock_reasons(readings: Sequence[Reading]) -> str | None:
     """Return the reasons that lowered the clock in any of the readings, such as "power cap; thermal".
 
-    The result is empty if there was no reason, and None if no reading reports reasons.
+    The result is "" if there was no such reason, and None if none of the readings reports reasons.
     """
     known = [int(reading.clock_reasons) for reading in readings if not isnan(reading.clock_reasons)]
     if not known:

@@ -1,13 +1,15 @@
-"""The profiled process: ``python -m stepscope.measure.profiled_process nsys|torch FOLDER CONFIGURATION``.
+"""Run a step's modes in a process that a profiler observes.
 
-The notebook writes ``ranged.py`` to the folder. Its function ``ranged(step, annotation, synchronize)`` runs one
-step in ranges.
+The command line is ``python -m stepscope.measure.profiled_process nsys|torch FOLDER CONFIGURATION``.
 
-The process runs the library's step in all three modes, first without the profiler, then with it. One profile
+The notebook writes ``ranged.py`` to the folder. This file's function ``ranged(step, annotation, synchronize)``
+runs one step with ranges around the step and its phases.
+
+The process runs the library's step in all three modes, first without the profiler, then with it. A single profile
 contains all modes, one after another, because a profiler takes seconds to finish a profile. In a mode's first
-profiled step, every region of forward and backward has a range, which takes host time; in the other steps, only
-phases have ranges. At the end, forward is replayed as a CUDA graph if possible, to show its kernels without
-launches.
+profiled step, every region of forward and backward has a range, which takes host time. In the other steps, only
+phases have ranges. At the end, forward is replayed as a CUDA graph if possible, to show its kernels without the
+cost of their launches.
 
 Nothing is timed once the profiler has started.
 """
@@ -70,7 +72,7 @@ PROFILERS = {"nsys": nsys_profile, "torch": torch_profile}
 
 @dataclass
 class ProfiledMode:
-    """The steps of one mode, on the model that all modes share. Wall and enqueue times are in ms."""
+    """The steps of one mode. All modes share one model. Wall and enqueue times are in ms."""
 
     step: Step
     ranged: Ranged
@@ -81,7 +83,7 @@ class ProfiledMode:
     reason: str = ""  # why the mode ended early: it ran out of memory
 
     def time_unprofiled(self, min_steps: int, until_enough: bool) -> pd.DataFrame:
-        """Time steps without ranges; return the rows with each step's total."""
+        """Time steps without ranges; return only the rows with the total of each step."""
         samples = time_steps(
             self.step,
             min_steps,
@@ -93,10 +95,10 @@ class ProfiledMode:
         return samples[samples["phase"] == TOTAL]
 
     def time_in_ranges(self, with_regions: bool) -> float:
-        """Run one step in ranges for the step and its phases; return its wall time in ms.
+        """Run one step with ranges for the step and its phases; return its wall time in ms.
 
         Args:
-            with_regions: also open a range for every region of the model.
+            with_regions: whether every region of the model also gets a range.
         """
         self.step.clear_gradients()
         device = self.step.device
@@ -122,7 +124,10 @@ class ProfiledMode:
         }
 
     def try_part(self, part: Callable[["ProfiledMode"], None]) -> None:
-        """Run a part of this mode's work, unless the mode has already run out of memory. Other modes continue."""
+        """Run part of this mode's work, unless the mode has already run out of memory.
+
+        If memory runs out now, record the reason, so that the other modes can continue.
+        """
         if self.reason:
             return
         failed: dict[Hashable, tuple[str, str]] = {}
@@ -156,7 +161,7 @@ def needs_warmup(warmup_ms: list[float]) -> bool:
     """Return whether more warm-up steps are needed.
 
     Args:
-        warmup_ms: wall times of the warm-up steps so far, in ms. The first step includes start-up.
+        warmup_ms: the wall times in ms of the warm-up steps so far. The first time includes start-up costs.
     """
     if not warmup_ms:
         return True
@@ -169,16 +174,16 @@ def needs_warmup(warmup_ms: list[float]) -> bool:
 
 
 def profile(step: Step, ranged: Ranged, start_profiler: Callable[[], object]) -> dict[str, Any]:
-    """Time every mode without the profiler and then with it; finally, replay forward.
+    """Time every mode without the profiler and then with it; finally, replay forward as a CUDA graph.
 
     Args:
         step: the step in mode "step", whose model the other modes share.
-        ranged: runs a step in ranges, and waits for the device.
-        start_profiler: called before the first profiled step.
+        ranged: a function that runs a step in ranges, and waits for the device.
+        start_profiler: a function to call before the first profiled step.
 
     Returns:
-        modes, step_modes, learning_rate: as in :class:`stepscope.measure.nsys.ProfiledModes`. The first value of
-        a mode's profiled_ms is the time of the step whose regions have ranges.
+        modes, step_modes, learning_rate: as in :class:`stepscope.measure.nsys.ProfiledModes`. The first value in a
+        mode's profiled_ms is for the step in which all regions have ranges.
     """
     modes = {name: ProfiledMode(step.of(mode=name), ranged) for name in PHASES}
     step_modes: list[str] = []
@@ -207,7 +212,7 @@ def profile(step: Step, ranged: Ranged, start_profiler: Callable[[], object]) ->
 
 
 def failed_outcome(reason: str) -> dict[str, Any]:
-    """Return the outcome of a process in which the weights alone didn't fit into memory."""
+    """Return the outcome of a process in which not even the weights fit into memory."""
     mode = {
         "status": "oom",
         "reason": reason,

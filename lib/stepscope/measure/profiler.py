@@ -1,4 +1,4 @@
-"""Profile steps with torch.profiler: which operations each phase launched, and when they ran.
+"""Profile steps with torch.profiler, to find which operations each phase launched and when they ran.
 
 Under the profiler, launches take longer, but kernels hardly do: on an H200, the kernels of naive attention took
 up to 2% longer (``python -m bench.profiler_cost``). Launches stay slower afterwards, so everything that the host
@@ -24,12 +24,12 @@ from stepscope.traces.profiled_steps import PROFILED_COLUMNS, RANGE, CaptureErro
 
 @contextmanager
 def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[torch.profiler.profile]:
-    """Profile the block with ``torch.profiler.profile``.
+    """Profile the block of a ``with`` statement, using ``torch.profiler.profile``.
 
-    PyTorch 2.11 warns about several profiling cycles even if there is only one; this warning is ignored.
+    PyTorch 2.11 warns about several profiling cycles even if there is only one. We ignore this warning.
 
     Args:
-        activities: the activities to record; None for all that are available.
+        activities: the activities to record, or None to record all available activities.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
@@ -76,7 +76,7 @@ class StepProfiler:
             self.reason = f"torch.profiler: {error_text(error)}"
 
     def phases(self, case: Hashable, number: int) -> Callable[[str], AbstractContextManager]:
-        """Return the ``phase`` to call a step with, which opens a range for each phase.
+        """Return a function that opens a range for each phase. Pass this function to a step as ``phase``.
 
         Args:
             case: the case of the step.
@@ -107,11 +107,11 @@ class StepProfiler:
 
 
 def read(profiler: torch.profiler.profile, on_gpu: bool) -> pd.DataFrame:
-    """Return the operations of this process's last profile, of the GPU if ``on_gpu`` or else of the CPU.
+    """Return the GPU's operations in this process's last profile, or the CPU's if ``on_gpu`` is False.
 
     Raises:
         CaptureError: If the GPU's part of the profile is lost.
-        CaptureError, ConservationError, TraceError: As in
+        CaptureError, ConservationError, TraceError: For the same reasons as in
             :func:`stepscope.traces.profiled_steps.profiled_operations`.
     """
     with TemporaryDirectory(prefix="stepscope-") as folder:
@@ -120,5 +120,5 @@ def read(profiler: torch.profiler.profile, on_gpu: bool) -> pd.DataFrame:
         operations = profiled_operations(trace)
     has_cpu_operators = operations["name"].str.startswith("aten::").any()
     if on_gpu and has_cpu_operators:
-        raise CaptureError("the profile has CPU operators, but no GPU operations")
+        raise CaptureError("the profile contains CPU operators, but no GPU operations")
     return operations

@@ -10,14 +10,14 @@
 The order matters, because launches stay slower once a profiler has run in a process:
 
 1. Compile every case, if the configuration uses torch.compile.
-2. Time every case: warm-up, then steps until their median is reliable, with peak memory and power.
+2. Time every case: warm up, then time steps until their median is reliable; also read peak memory and power.
 3. Profile every case.
 4. Replay forward and the full step as CUDA graphs.
 5. Check the readings. Cases with impossible readings are measured again, at most twice.
-6. Measure the device's ceilings, the rates of a large matmul and of a copy, to compute utilization.
+6. Measure the device's ceilings (the rates of a large matmul and of a copy), the reference for utilization.
 
-If a case runs out of memory, its row says why, and the other cases continue. The learning rate is negligible
-throughout, so that all steps run on the same weights.
+If a case runs out of memory, its row gives the reason, and the other cases continue. The learning rate is
+negligible throughout, so that all steps run on the same weights.
 """
 
 import math
@@ -61,15 +61,15 @@ class Results:
     """The measurements of all cases.
 
     times: one row per case and phase. A case that failed has one row, with its status and the reason.
-    operations: count and GPU time by case, phase and kernel, from each case's fastest profiled step.
+    operations: counts and GPU times by case, phase and kernel, from each case's fastest profiled step.
     samples: every timed step. If the first case was measured again, its first measurement is kept.
     profiled: every operation of every profiled step, with start and end (columns case, number, ...).
     ceilings: the rates of a large matmul in each precision, in TFLOP/s, and of a copy, in TB/s, on this device.
-    readings: memory, power, energy and clock by case, in GiB, W, J and MHz. On a GPU, only this table has
-        ``state_gib``, the memory that was allocated before the case's first step.
-    learning_rate: the optimizer's rate during the measurement; None if no step uses an optimizer.
-    formula_mismatch: why the FLOPs formula doesn't describe the model, in which case ``times`` has no achieved
-        FLOP/s and no MFU; empty if the formula does.
+    readings: by case, a dict with memory, power, energy and clock, in GiB, W, J and MHz. On a GPU, it also has
+        ``state_gib``, the memory that was allocated before the case's first step, which no table contains.
+    learning_rate: the optimizer's learning rate during the measurement; None if no step uses an optimizer.
+    formula_mismatch: the reason why the FLOPs formula doesn't apply to the model, or "" if it does. If it doesn't,
+        ``times`` contains neither the achieved FLOP/s nor the MFU.
     """
 
     config: StepConfig
@@ -84,7 +84,7 @@ class Results:
 
     @property
     def limits(self) -> dict[str, float | None]:
-        """The device's limits in the configuration's precision, for the record; None where unknown."""
+        """The device's limits in the configuration's precision, for the record. Unknown limits are None."""
         precision, device = self.config.precision, self.config.device
         limits = {
             "matmul_tflops": self.ceilings.get(f"matmul_{precision}", math.nan),
@@ -96,7 +96,7 @@ class Results:
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables that have rows, by name."""
+        """The tables with at least one row, by name."""
         tables = {"times": self.times, "operations": self.operations, "samples": self.samples}
         return {name: table for name, table in tables.items() if len(table)}
 
@@ -111,29 +111,30 @@ def steps(
     by: str = "precision",
     extras: bool = True,
 ) -> Results:
-    """Measure every case by the protocol above.
+    """Measure every case according to this module's protocol.
 
     Args:
         subject: the model, batch and optimizer that the steps use.
         cases: the steps by mode, or by a pair such as (precision, mode), in the order in which they are timed.
             A step takes an optional ``phase``, and wraps each of its phases in ``with phase("forward"):``.
         clock: a timing loop to use instead of :func:`stepscope.measure.time_steps`. Its arguments are the step,
-            the numbers of warm-up steps and of timed steps, and a function to call after each step. It returns
-            the columns of ``time_steps``.
-        unsupported: the cases that this device doesn't support, with the reasons; each gets a row.
-        by: the name of the column for the first part of a pair.
-        extras: also measure sustained power, replays and ceilings. Without them, the tables have no rates.
+            the number of warm-up steps, the number of timed steps, and a function to call after each step. It
+            returns a table with the columns of ``time_steps``.
+        unsupported: the reasons why this device doesn't support certain cases, by case. Each such case gets a row.
+        by: the name of the column that contains the first part of each pair.
+        extras: whether to measure sustained power, replays and ceilings, too. Without them, the tables have no
+            rates.
 
     Raises:
-        ConfigError: If a case names no known mode.
+        ConfigError: If the mode of a case is unknown.
 
-    If an error or an interrupt ends the call, the exception's attribute ``results`` has the measurements so far;
-    in a notebook, read ``sys.last_value.results``.
+    If an error or an interrupt ends the call, the exception's attribute ``results`` contains the measurements so
+    far. In a notebook, read ``sys.last_value.results``.
     """
     for case in cases:
         if mode_of(case) not in PHASES:
             raise ConfigError(
-                f"cases: got {case!r}, but expected a mode ({', '.join(PHASES)}) or ({by}, mode)"
+                f"cases: got {case!r}, but expected a mode ({', '.join(PHASES)}) or a pair ({by}, mode)"
             )
     status = {case: ("unsupported", reason) for case, reason in (unsupported or {}).items()}
     protocol = Protocol(subject, cases, config, clock, by, extras, status)
@@ -143,15 +144,15 @@ def steps(
         except BaseException as error:
             protocol.end_early(type(error).__name__)
             vars(error)["results"] = protocol.results()
-            error.add_note("sys.last_value.results has the measurements so far: .times, .samples, ...")
+            error.add_note("sys.last_value.results contains the measurements so far: .times, .samples, ...")
             raise
         return protocol.results()
 
 
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
-    """Return the low precisions that this device supports, and why it doesn't support each of the others.
+    """Return the low precisions that this device supports, and, for each of the others, why it is unsupported.
 
-    On a CPU, only bf16 is considered, because a CPU has no TF32 and its fp16 is far slower than fp32.
+    On a CPU, only bf16 is considered, because CPUs don't support TF32, and fp16 is far slower than fp32 there.
     """
     supported, missing = [], {}
     for precision in ("tf32", "bf16", "fp16") if config.device == "cuda" else ("bf16",):
@@ -165,7 +166,7 @@ def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]
 
 @dataclass
 class Protocol:
-    """The state of one :func:`steps` call."""
+    """The state of one call of :func:`steps`."""
 
     subject: Subject
     cases: Mapping[Case, Step]
@@ -199,14 +200,14 @@ class Protocol:
 
     @property
     def remaining(self) -> list[Case]:
-        """The cases that have not failed. Those that need the least memory come first."""
+        """The cases that have not failed, starting with those that need the least memory."""
         cases = [case for case in self.cases if case not in self.status]
         return sorted(cases, key=lambda case: [*PHASES].index(mode_of(case)))
 
     # Compile
 
     def compile_cases(self) -> None:
-        """Run each case once, so that nothing is compiled while it is timed."""
+        """Compile each case by running it once, so that no compilation takes place during timing."""
         if self.config.compile == "none":
             return
         from torch._dynamo.exc import BackendCompilerFailed  # imported lazily: it loads the compiler
@@ -226,7 +227,7 @@ class Protocol:
             self.compile_s[case] = seconds_with_compiling(self.cases[case], self.device)
         if failed:
             self.subject.forget_moments()
-        print(f"{label(case)}: the first step took {self.compile_s[case]:.1f} s")
+        print(f"{label(case)}: the first step took {self.compile_s[case]:.1f} s, including compilation")
 
     # Time
 
@@ -277,7 +278,7 @@ class Protocol:
     # Profile and replay
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile these cases. Their operations replace the operations of an earlier profile."""
+        """Profile these cases. Their operations replace any operations from an earlier profile."""
         self.completed.update(dict.fromkeys(cases, 0))
         with StepProfiler(self.device) as profile:
             for case in cases:
@@ -371,9 +372,9 @@ class Protocol:
         return times
 
     def measure_ceilings(self) -> None:
-        """Measure the ceilings.
+        """Measure the device's ceilings.
 
-        If the large matmul doesn't fit into memory along with the weights, the ceilings stay unknown.
+        They stay unknown if the large matmul and the weights don't fit into memory together.
         """
         failed: dict[Any, tuple[str, str]] = {}
         self.tidy(failed=True)
@@ -387,7 +388,7 @@ class Protocol:
         return list(dict.fromkeys(self.key(case)["precision"] for case in self.cases))
 
     def key(self, case: Case) -> dict[str, str]:
-        """Return a case's values for the key columns."""
+        """Return the values of the key columns for a case."""
         key = {"precision": self.config.precision, "mode": mode_of(case)}
         return key | {self.by: case[0]} if isinstance(case, tuple) else key
 
@@ -397,14 +398,14 @@ class Protocol:
         return {case: self.key(case) for case in [*self.cases, *self.status]}
 
     def tidy(self, failed: bool) -> None:
-        """Free memory between cases."""
+        """Free a case's gradients and the cached memory, and also the optimizer's state if the case failed."""
         self.subject.reset()
         if failed:
             self.subject.forget_moments()
         release(self.device)
 
     def end_early(self, reason: str) -> None:
-        """Mark the cases that have not been timed."""
+        """Give each case that has not been timed the status "failed", with the reason."""
         for case in self.cases:
             if case not in self.samples:
                 self.status.setdefault(case, ("failed", f"not measured: {reason}"))

@@ -1,8 +1,8 @@
-"""Sanity checks: find readings that are impossible or not reproducible.
+"""Run sanity checks that find impossible or irreproducible readings.
 
 GPU time comes from profiled steps and wall time from unprofiled steps, so GPU time can slightly exceed wall time.
 A larger excess is impossible: one of the two measurements was disturbed, so the case is measured again. We never
-drop a sample to make a case look right. If the readings of the last try are impossible as well, the column
+drop a sample to make a case look right. If the readings of the last try are also impossible, the column
 ``inconsistent`` describes them, and reports omit the case.
 """
 
@@ -27,10 +27,11 @@ MIN_STEPS_TO_HALVE = 4
 
 
 def is_power_limited(row: Mapping[str, float]) -> bool:
-    """Return whether the power limit lowered the SM clock; False if the clock is unknown.
+    """Return whether the power limit lowered the SM clock. The result is False if the clock is unknown.
 
     Args:
-        row: has ``sm_clock_mhz``, and ``highest_clock_mhz`` if the row wasn't measured on this process's GPU.
+        row: a mapping with ``sm_clock_mhz``. It must also have ``highest_clock_mhz`` unless it was
+            measured on this process's GPU.
     """
     highest_mhz = row.get("highest_clock_mhz", highest_clock_mhz())
     clock_mhz = row.get("sm_clock_mhz", nan)
@@ -38,13 +39,13 @@ def is_power_limited(row: Mapping[str, float]) -> bool:
 
 
 def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] = ()) -> str:
-    """Describe a GPU step's readings that are impossible or not reproducible; return "" if there are none.
+    """Describe a GPU step's impossible or irreproducible readings; return "" if there are none.
 
     Args:
-        row: has ``wall_ms``, ``gpu_ms``, ``operations``, ``replayed_ms``, ``sm_clock_mhz`` and ``power_w``.
-            Unknown values are NaN or missing.
-        profiled_ms: GPU time of each profiled step, in order. The clock of a power-limited step fluctuates, so for
-            such a step only the medians of the two halves are compared.
+        row: a mapping with ``wall_ms``, ``gpu_ms``, ``operations``, ``replayed_ms``, ``sm_clock_mhz`` and
+            ``power_w``. Unknown values are NaN or missing.
+        profiled_ms: the GPU time of each profiled step, in order. Because the clock of a power-limited step
+            fluctuates, only the medians of the first and the second half are compared for such a step.
     """
     wall_ms = row.get("wall_ms", nan)
     gpu_ms = row.get("gpu_ms", nan)
@@ -79,16 +80,16 @@ def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] 
 
 
 def _exceeds(longer_ms: float, shorter_ms: float, max_ratio: float) -> bool:
-    """Return whether ``longer_ms`` exceeds ``shorter_ms`` by more than the ratio and :data:`MIN_DIFFERENCE_MS`.
+    """Return whether ``longer_ms`` exceeds ``shorter_ms`` by a factor of more than ``max_ratio``.
 
-    The result is False for NaN.
+    The difference must also exceed :data:`MIN_DIFFERENCE_MS`. The result is False if a time is NaN.
     """
     difference_ms = longer_ms - shorter_ms
     return longer_ms > max_ratio * shorter_ms and difference_ms > MIN_DIFFERENCE_MS
 
 
 def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the median of the first half of the values, and the median of the second half.
+    """Return the median of the first half of the values and the median of the second half.
 
     Fewer than :data:`MIN_STEPS_TO_HALVE` values are returned unchanged.
     """
@@ -100,16 +101,16 @@ def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def phases_that_disagree(times: pd.DataFrame) -> dict[int, str]:
-    """Compare the GPU time of each phase in the other modes with its GPU time in the full step.
+    """Compare each phase's GPU time in the other modes with its GPU time in the full step.
 
-    In mode "forward", a phase may take less time, because it saves nothing for backward.
+    In the mode "forward", the phase may take less time, because it saves nothing for backward.
 
     Args:
         times: rows of one precision, with ``mode``, ``phase`` and ``gpu_ms``.
 
     Returns:
-        Descriptions by the index of a total row. A disagreement is listed for the mode and for the full step,
-        because either of the two may have been disturbed.
+        Descriptions of the disagreements, keyed by the index of a total row. Each disagreement is listed for both
+        the mode and the full step, because either of the two may have been disturbed.
     """
     messages: dict[int, str] = {}
     gpu_ms = times.set_index(["mode", "phase"])["gpu_ms"]
@@ -125,7 +126,7 @@ def phases_that_disagree(times: pd.DataFrame) -> dict[int, str]:
         is_slower = alone_ms > MAX_PHASE_RATIO * in_step_ms
         is_faster = in_step_ms > MAX_PHASE_RATIO * alone_ms
         if is_slower or (is_faster and mode != "forward"):
-            message = f"{phase} {alone_ms:.4g} ms in {mode}, {in_step_ms:.4g} ms in step"
+            message = f"{phase} takes {alone_ms:.4g} ms in mode {mode}, but {in_step_ms:.4g} ms in mode step"
             for compared in (mode, "step"):
                 index = total_rows[compared]
                 earlier = messages.get(index)

@@ -27,11 +27,11 @@ class Subject:
     optimizer: Any = None
 
     def reset(self) -> None:
-        """Free the gradients. Call this before a step is timed, because freeing memory is not part of the step."""
+        """Free the gradients. Call this before timing a step, because freeing memory isn't part of the step."""
         self.model.zero_grad(set_to_none=True)
 
     def forget_moments(self) -> None:
-        """Free the optimizer's state, which the next full step creates again."""
+        """Free the optimizer's state, which the next full step will create again."""
         if self.optimizer is not None:
             self.optimizer.state.clear()
 
@@ -46,12 +46,13 @@ NEGLIGIBLE_RATE = 1e-20
 def negligible_learning_rate(optimizer: Any) -> Iterator[None]:
     """Set the learning rate to :data:`NEGLIGIBLE_RATE` while steps are measured, and restore it afterwards.
 
-    The optimizer does all of its work, but no weight changes. Otherwise, a model that trains on one batch many
-    times becomes slower, because its attention becomes sharp and naive softmax then divides denormal numbers. If
-    a rate is a tensor, it is written in place, because a kernel or a CUDA graph reads that tensor.
+    The optimizer does all of its work, but no weight changes. With the real rate, a model that trains on the same
+    batch many times becomes slower, because its attention becomes sharp, so that naive softmax divides denormal
+    numbers. A learning rate that is a tensor is updated in place, because a kernel or a CUDA graph reads this
+    tensor.
 
     Args:
-        optimizer: None if no step uses one.
+        optimizer: the optimizer of the steps, or None if no step uses one.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     rates = [float(group["lr"]) for group in groups]
@@ -72,5 +73,5 @@ def set_learning_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def learning_rate(optimizer: Any) -> float | None:
-    """Return the learning rate of the optimizer's first group; None if no step uses an optimizer."""
+    """Return the learning rate of the optimizer's first parameter group, or None if there is no optimizer."""
     return None if optimizer is None else float(optimizer.param_groups[0]["lr"])

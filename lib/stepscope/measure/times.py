@@ -1,7 +1,7 @@
-"""The tables of a run's steps: the wall time of unprofiled steps, and the GPU time of profiled steps.
+"""Build the tables of a run's steps: wall times of unprofiled steps, and GPU times of profiled steps.
 
-All cases are timed before any case is profiled (:mod:`stepscope.measure.profiler` explains why), and replayed
-last.
+All cases are timed before any case is profiled (:mod:`stepscope.measure.profiler` explains why). CUDA graphs are
+replayed last.
 """
 
 from collections.abc import Hashable, Mapping
@@ -59,18 +59,19 @@ def step_times(
     reason: str = "",
     device: str = "cpu",
 ) -> pd.DataFrame:
-    """Return one row per case and phase, and one for the case's total, with the columns :data:`TIME_COLUMNS`.
+    """Return one row per case and phase, and one row per case for its total, with :data:`TIME_COLUMNS`.
 
-    A case that failed has only its total row.
+    A case that failed has only a total row.
 
     Args:
         cases: the ``mode`` and ``precision`` of each case, in order. Other keys become additional columns.
         samples: by case, the rows of :func:`stepscope.measure.timing.time_steps`.
         operations: the operations of :class:`stepscope.measure.profiler.StepProfiler`.
-        readings: by case, values of the total row such as peak_gib, power_w and replayed_ms.
-        status: by case, ("oom", reason) if the case failed, as :class:`stepscope.measure.oom.out_of_memory`
-            records it, or ("ok", reason) if the case could not be profiled.
-        reason: why nothing was profiled; empty if something was.
+        readings: by case, values for the total row, such as peak_gib, power_w and replayed_ms.
+        status: by case, a status and a reason. For example, a case that ran out of memory has ("oom", reason), as
+            recorded by :class:`stepscope.measure.oom.out_of_memory`, and a case that was timed but could not be
+            profiled has ("ok", reason). A case that isn't listed is ok.
+        reason: the reason why nothing was profiled; empty if something was profiled.
         device: "cuda" or "cpu". On a GPU, ``inconsistent`` describes readings that are impossible or not
             reproducible (:mod:`stepscope.measure.sanity_checks`).
     """
@@ -112,7 +113,7 @@ def _check_total(total: Mapping[str, Any], mode: str, profiled: pd.DataFrame) ->
 
 
 def _check_phases(times: pd.DataFrame, keys: list[str]) -> None:
-    """Compare the modes of each configuration; add disagreements to ``inconsistent``, in place."""
+    """Compare the GPU time of each phase between modes; add disagreements to ``inconsistent``, in place."""
     without_mode = [name for name in keys if name != "mode"]
     for _, rows in times.groupby(without_mode):
         for index, message in phases_that_disagree(rows).items():
@@ -131,7 +132,7 @@ def _copy_to_phases(times: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def key_columns(cases: Mapping[Any, Mapping[str, str]]) -> list[str]:
-    """Return the columns that identify a row's case: :data:`KEYS` first, then any other."""
+    """Return the columns that identify a row's case: :data:`KEYS` first, then any others."""
     names = dict.fromkeys(KEYS)
     for key in cases.values():
         names |= dict.fromkeys(key)
@@ -158,9 +159,9 @@ def _phase_rows(mode: str, samples: pd.DataFrame, profiled: pd.DataFrame) -> lis
 
 
 def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.DataFrame) -> pd.DataFrame:
-    """Return count and GPU time by case, phase and name, from each case's fastest profiled step.
+    """Return the counts and GPU times of operations by case, phase and name.
 
-    The columns are :data:`OPERATION_COLUMNS`.
+    They come from each case's fastest profiled step. The columns are :data:`OPERATION_COLUMNS`.
     """
     columns = [*key_columns(cases), *OPERATION_COLUMNS[len(KEYS) :]]
     tables = []

@@ -6,7 +6,7 @@
 * The time of a phase is measured with CUDA events, at the start of the step and at the end of each phase. The
   events are read only after the step, so that no phase waits for another. A CPU works synchronously, so the host
   times its phases.
-* Enqueue time is the time that the host takes to launch a phase.
+* Enqueue time is the time that the host takes to launch a phase's work.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +38,12 @@ def noop() -> None:
 
 
 def synchronizer(device: str) -> Callable[[], None]:
-    """Return a function that waits until the device is idle; on a CPU it returns at once."""
+    """Return a function that waits until the device is idle. On a CPU, this function returns immediately."""
     return torch.get_device_module(device).synchronize
 
 
 class Phases:
-    """The ``phase`` that a step is called with; it records when each phase ends, on the host and on the GPU.
+    """The ``phase`` argument of a step, which records when each phase ends on the host and on the GPU.
 
         phases = Phases("cuda")
         with phases("forward"):
@@ -51,7 +51,7 @@ class Phases:
 
     Args:
         device: "cuda" or "cpu".
-        expected: the number of phases. Their events are created before timing starts.
+        expected: the number of phases for which events are created before timing starts.
     """
 
     def __init__(self, device: str, expected: int = 4):
@@ -63,7 +63,7 @@ class Phases:
         self.host_s: list[float] = []  # the start, and the end of each phase
 
     def start(self) -> None:
-        """Start timing now. Without this call, timing starts with the first phase."""
+        """Start timing now. If this method isn't called, timing starts with the first phase."""
         self.names: list[str] = []
         self.host_s = [default_timer()]
         self._record_event(0)
@@ -89,7 +89,7 @@ class Phases:
         self.host_s.append(default_timer())
 
     def ms(self) -> list[tuple[str, float, float]]:
-        """Return each phase's name, time and enqueue time in ms, and start over. The device must be idle."""
+        """Return each phase's name, time in ms and enqueue time in ms, and reset. The device must be idle."""
         enqueue_ms = [(end - start) * 1e3 for start, end in pairwise(self.host_s)]
         times_ms = enqueue_ms
         if self.has_events:
@@ -104,9 +104,9 @@ def timing_event() -> torch.cuda.Event:
 
 
 def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, float, float]]:
-    """Run one step on an idle device; return (phase, ms, enqueue ms) for each phase, and then for the total.
+    """Run one step on an idle device; return (phase, ms, enqueue ms) for each phase and then for the total.
 
-    The total's time is the wall time.
+    The time of the total is the wall time.
     """
     synchronize = synchronizer(phases.device)
     synchronize()  # finish earlier work
@@ -121,21 +121,23 @@ def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, 
 
 
 def looks_launch_bound(enqueue_ms: float, wall_ms: float) -> bool:
-    """Return whether the host is still enqueuing when most of the step is over.
+    """Return whether the host spends most of the step's wall time enqueuing work.
 
-    This is a guess that needs no GPU time; :func:`stepscope.stats.launch_bound` decides once GPU time is known.
+    This heuristic doesn't need the GPU time. Once GPU time is known, use :func:`stepscope.stats.launch_bound`
+    instead.
     """
     return enqueue_ms >= LAUNCH_BOUND_ENQUEUE * wall_ms
 
 
 def has_enough_samples(rows: Sequence[tuple], min_steps: int, device: str) -> bool:
-    """Return whether there are enough timed steps for a reliable median, or for a launch-bound step's minimum.
+    """Return whether there are enough timed steps for a reliable median, or a reliable minimum if launch-bound.
 
-    The constants above give the number of steps that a GPU needs; on a CPU, ``min_steps`` are enough.
+    The number of steps that are enough on a GPU is defined by this module's constants. On a CPU, ``min_steps`` are
+    enough.
 
     Args:
-        rows: the steps so far, as tuples of :data:`SAMPLE_COLUMNS`.
-        min_steps: the number of timed steps to run in any case.
+        rows: the steps so far, as tuples with the columns :data:`SAMPLE_COLUMNS`.
+        min_steps: the minimum number of timed steps.
         device: "cuda" or "cpu".
     """
     steps, total_wall_ms, total_enqueue_ms = 0, 0.0, 0.0
@@ -170,13 +172,13 @@ def time_steps(
     """Run ``warmups`` steps and then at least ``steps`` timed steps, one by one.
 
     Args:
-        step: called with :class:`Phases`, which it may ignore.
-        before, after: called before and after each step, outside the timed interval.
-        at_least_s: run more steps until the timed steps have taken this many seconds.
-        until_enough: run more steps until :func:`has_enough_samples` returns True.
+        step: the step, which is called with :class:`Phases` and may ignore this argument.
+        before, after: functions to call before and after each step, outside the timed interval.
+        at_least_s: the minimum total wall time of the timed steps, in seconds.
+        until_enough: whether to run more steps until :func:`has_enough_samples` returns True.
 
     Returns:
-        One row per step and phase, and one for the step's total, with the columns :data:`SAMPLE_COLUMNS`.
+        One row per step and phase, and one row per step for its total, with the columns :data:`SAMPLE_COLUMNS`.
 
     Raises:
         torch.OutOfMemoryError: If memory runs out; the message names the step.
@@ -206,17 +208,17 @@ def time_steps(
 
 
 def wall_times_ms(samples: pd.DataFrame) -> pd.Series:
-    """Return the wall times in ms of the timed steps in the rows of :func:`time_steps`."""
+    """Return the wall time in ms of each timed step (without warm-up steps) in a table of :func:`time_steps`."""
     is_total = samples["phase"] == TOTAL
     is_warmup = samples["warmup"].astype(bool)
     return samples.loc[is_total & ~is_warmup, "wall_ms"]
 
 
 def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float]:
-    """Run steps one after another, as in training; return the time of each step in ms.
+    """Run steps back to back, as in training; return the time of each step in ms.
 
-    The host waits only once, after the last step. The times are differences between CUDA events on a GPU, and
-    between host times on a CPU.
+    The host waits only once, after the last step. On a GPU, the times are measured with CUDA events, and on a CPU,
+    with the host's clock.
     """
     phases = Phases(device, steps)
     synchronize = synchronizer(device)
@@ -232,10 +234,10 @@ def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float
 def run_for(step: Callable[[], Any], device: str, seconds: float, before: Callable[[], object] = noop) -> int:
     """Run ``step`` at least once and for at least ``seconds``; return the number of steps.
 
-    Synchronize after each step.
+    The host waits for the device after each step.
 
     Args:
-        before: called before each step.
+        before: a function to call before each step.
     """
     synchronize = synchronizer(device)
     started = default_timer()

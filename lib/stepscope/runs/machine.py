@@ -1,4 +1,4 @@
-"""Describe a measurement's machine and software, without host names, addresses or paths."""
+"""Describe the machine and the software of a measurement, without host names, addresses or paths."""
 
 import functools
 import hashlib
@@ -35,7 +35,7 @@ PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "nump
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Describe the hardware: the GPU (if ``device`` is "cuda"), the processor and the memory."""
+    """Describe the hardware: the processor, the memory, and, if ``device`` is "cuda", the GPU."""
     cpu = {
         "cpu": _cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
@@ -63,7 +63,7 @@ def _cpu_name() -> str:
 
 
 def software() -> dict[str, str | int | None]:
-    """Return the versions of all software that can change a number, and a digest of our measuring source."""
+    """Return the versions of all software that can change a number, and a digest of our measuring code."""
     versions: dict[str, str | int | None] = {"python": platform.python_version(), "os": platform.system()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -79,7 +79,7 @@ def software() -> dict[str, str | int | None]:
 def source_digest(package: Path) -> str:
     """Return a digest of the :data:`MEASURING` sources in a package's folder, as twelve hexadecimal digits.
 
-    Report sources are excluded, because rewording the report doesn't change the measurement.
+    The sources of reports are excluded, because changing a report doesn't change a measurement.
     """
     digest = hashlib.sha256()
     for name in MEASURING:
@@ -100,11 +100,11 @@ def _driver() -> str | None:
 
 
 def foreign_gpu_use() -> str:
-    """Describe how other processes use the first GPU of this process; return "" if no other process uses it.
+    """Describe how other processes use this process's first GPU, or return "" if none of them uses it.
 
-    NVML reports a GPU's memory and utilization even when it hides the processes, as in a container. The result is
+    NVML reports a GPU's memory and utilization even if it hides the processes, as in a container. The result is
     also "" if this process has already used the GPU (for example, when a notebook is run again), because we can't
-    tell this process's use apart from other processes' use.
+    tell its own use from that of other processes.
     """
     import pynvml
     import torch

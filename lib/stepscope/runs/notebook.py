@@ -1,4 +1,4 @@
-"""Support a study's notebook during its run: show the machine, save the measurements, show the finding."""
+"""Support a study's notebook during a run: show the machine, save the measurements, and show the finding."""
 
 import hashlib
 import os
@@ -45,11 +45,13 @@ class Run:
     Args:
         config: the configuration to run.
         run_folder: the folder for the outcome, if a sweep executes the notebook.
-        runs: the runs folder to save the run in, if a user runs the notebook; if empty, nothing is written.
+        runs: the runs folder in which to save the run, if a user runs the notebook. If it is empty, nothing is
+            saved.
 
     Raises:
-        ConfigError: If this machine can't run the configuration, or the folder contains runs from another device.
-        StoreError, StoreBusy: If the folder isn't writable, or another sweep has locked it.
+        ConfigError: If this machine can't run the configuration, or ``runs`` contains runs from another device.
+        StoreError: If ``runs`` isn't writable.
+        StoreBusy: If another sweep has locked ``runs``.
     """
 
     def __init__(self, config: RunConfig, run_folder: str | Path = "", runs: str | Path = ""):
@@ -73,7 +75,7 @@ class Run:
                 folder_device = self.store.device_name()
             if folder_device and folder_device != on:
                 raise ConfigError(
-                    f"runs: {self.store.root} holds runs of {folder_device!r}, but this machine has {on!r};"
+                    f"runs: {self.store.root} contains runs from {folder_device!r}, but this machine has {on!r};"
                     " choose another folder"
                 )
         if self.folder:  # so that the machine is recorded even if the run later runs out of memory
@@ -95,10 +97,10 @@ class Run:
         Args:
             tables: tables by name; each is written as ``<name>.parquet``.
             results: numbers, strings and booleans by name.
-            files: files of other programs, which are saved with the record under their current names.
+            files: files from other programs, which are saved with the record under their current names.
 
         Raises:
-            RecordError: If a result isn't a number, a string or a boolean, and a user runs the notebook.
+            RecordError: If a user runs the notebook, and a result isn't a number, a string or a boolean.
         """
         named = {"inconsistent": words} if (words := inconsistent_rows(tables)) else {}
         self.outcome["results"] = plain(named | dict(results or {}))
@@ -125,7 +127,10 @@ class Run:
             self.store.rewrite_record(self._record())
 
     def _record(self) -> Record:
-        """Return the current record of a run by a user; its status is ok, because no process monitors the run."""
+        """Return the record so far of a run by a user.
+
+        The status is ok, because no other process monitors the run.
+        """
         shell = get_ipython()
         executed = shell.user_ns["In"] if shell else []
         source = source_by_hand(executed, notebook_of(self.config)) if executed else None
@@ -156,7 +161,11 @@ def inconsistent_rows(tables: Mapping[str, pd.DataFrame]) -> str:
 
 
 def _threads(config: RunConfig) -> list[str]:
-    """Limit the smallest models on a CPU to one thread, also in subprocesses; return a note for the reader."""
+    """Use only one thread for the smallest models on a CPU, in this process and its subprocesses.
+
+    Returns:
+        A note for the reader, in a list; an empty list if the number of threads hasn't changed.
+    """
     if config.device != "cpu" or any(
         not 0 < getattr(config, field) <= limit for field, limit in ONE_THREAD.items()
     ):
@@ -167,7 +176,7 @@ def _threads(config: RunConfig) -> list[str]:
 
 
 def _load() -> str:
-    """Describe this machine's load, with a warning if it makes wall times unreliable."""
+    """Describe this machine's load average, with a warning if the load makes wall times unreliable."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     doubt = ", so wall times are unreliable" if load > cores else ""
     return f"load {load:.1f} on {cores} cores{doubt}"

@@ -1,6 +1,6 @@
-"""Define a run's record, and the checks that decide whether it is usable.
+"""Define the record of a run, and the checks that decide whether a record is usable.
 
-All checks are in :func:`read_record`, so every command rejects and names the same records.
+All checks are in :func:`read_record`, so that every command rejects the same records and names them.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ MAX_RECORD_BYTES = 2**24
 
 
 class RecordError(StepscopeError, ValueError):
-    """An error for an unusable record; the message names the file by its path in the runs folder."""
+    """Raised for an unusable record. The message names the file by its path in the runs folder."""
 
 
 def _none_if_not_finite(value: Any) -> Any:
@@ -64,7 +64,7 @@ Result = Annotated[Whole | float | str | bool | None, AfterValidator(_none_if_no
 
 
 class Table(BaseModel):
-    """A Parquet file with a run's table, or another program's file, for which ``rows`` is None."""
+    """A Parquet file with a table of the run, or a file of another program, for which ``rows`` is None."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -75,7 +75,7 @@ class Table(BaseModel):
 
 @with_config(ConfigDict(extra="allow"))
 class Machine(TypedDict, total=False):
-    """The fields we read from a record's ``machine``; see :func:`stepscope.runs.machine.machine`."""
+    """The fields that we read from a record's ``machine``; see :func:`stepscope.runs.machine.machine`."""
 
     device_name: str
     cpu: str
@@ -89,9 +89,9 @@ Status = Literal["ok", "oom", "failed"]
 
 
 class Record(BaseModel):
-    """One run's outcome. The status ``oom`` is a result: the configuration doesn't fit on this device.
+    """The outcome of one run. The status ``oom`` is a result: the configuration doesn't fit on this device.
 
-    Times must include a time zone, and are converted to UTC.
+    Times must have a time zone, and are converted to UTC.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -113,13 +113,13 @@ class Record(BaseModel):
 
     @classmethod
     def of(cls, config: RunConfig, **fields: Any) -> "Record":
-        """Build the record for a configuration's run."""
+        """Build the record of a run of this configuration."""
         identity = {"run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json")}
         return cls(**fields | identity)
 
     @property
     def done(self) -> bool:
-        """True unless the run failed; a resumed sweep retries failed runs."""
+        """Whether the run succeeded or ran out of memory. If not, it failed, and a resumed sweep retries it."""
         return self.status != "failed"
 
     @property
@@ -129,12 +129,15 @@ class Record(BaseModel):
         return source if isinstance(source, str) else None
 
     def matches_notebook(self, source: str) -> bool:
-        """Return whether the notebook with this digest measured the run; True if the record contains no digest."""
+        """Return whether the notebook with this digest measured the run.
+
+        The result is also True if the record contains no digest.
+        """
         return self.notebook_source in (None, source)
 
 
 def inconsistency_warnings(records: list[Record]) -> list[str]:
-    """Return one warning per run whose measurements failed a sanity check."""
+    """Return one warning for each run with a measurement that failed a sanity check."""
     return [
         f"{record.study}/{record.run_id}: inconsistent: {words}"
         for record in records
@@ -143,7 +146,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """Return one warning for each notebook that measured the records' runs in more than one version."""
+    """Return a warning for each notebook if more than one version of it measured the records' runs."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:
@@ -151,15 +154,15 @@ def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
             name = config.notebook_for({"study": record.study} | record.config)
             sources.setdefault(name, set()).add(record.notebook_source)
     return [
-        f"{name}: {len(versions)} notebook versions ({', '.join(sorted(versions))}) measured these runs,"
-        " so differences may come from the notebook"
+        f"{name}: {len(versions)} versions of the notebook ({', '.join(sorted(versions))}) measured these runs,"
+        " so differences between the runs may come from the notebook"
         for name, versions in sources.items()
         if len(versions) > 1
     ]
 
 
 def plain(result: Any) -> Any:
-    """Convert numpy and torch scalars to Python numbers, so that JSON can represent the value."""
+    """Convert numpy and torch scalars in a value to Python numbers, so that JSON can represent it."""
     return json.loads(json.dumps(result, default=lambda scalar: scalar.item()))
 
 
@@ -185,17 +188,17 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     """Read and validate the record in a run's folder.
 
     Args:
-        check_files: also compare the executed notebook and each table with the digests in the record.
+        check_files: whether to also compare the executed notebook and each table with the digests in the record.
 
     Raises:
         RecordError: If the record is missing, isn't JSON, doesn't match the schema, is in another run's folder or
-            contains an invalid configuration, or a file is missing or modified.
+            contains an invalid configuration, or if a file is missing or has been modified.
     """
     root, run = folder.parent.parent, f"{folder.parent.name}/{folder.name}"
     try:
         record = _parse(read_within(root, f"{run}/{RECORD}", MAX_RECORD_BYTES))
     except FileNotFoundError:
-        raise unusable(run, RECORD, "no such file, but a run's folder must have a record") from None
+        raise unusable(run, RECORD, "no such file, but a run's folder must contain a record") from None
     except OSError as error:
         raise unusable(run, RECORD, f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
@@ -203,14 +206,14 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     try:
         config: RunConfig = configure(**record.config)
     except (ConfigError, TypeError) as error:  # TypeError: a field is named like a parameter of configure
-        reason = f"has an invalid configuration ({str(error)[:500]})"
+        reason = f"contains an invalid configuration ({str(error)[:500]})"
         raise unusable(run, RECORD, reason) from None
     run_id = schema3.run_id(config) if record.schema_version == 3 else config.run_id
     names = {(config.study, run_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
     # 'auto' would resolve to this machine's device
     if len(names) > 1 or record.config.get("device") != config.device:
         actual = f"{config.study}/{run_id} on {config.device}"
-        raise unusable(run, RECORD, f"has the record of another run, {actual}")
+        raise unusable(run, RECORD, f"contains the record of another run, {actual}")
     record.config = config.model_dump(mode="json")
     if check_files:
         for table in record.tables.values():
@@ -221,7 +224,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
 
 
 def _parse(content: bytes) -> Record:
-    """Parse a record.json, and convert old field names to the current names.
+    """Parse the content of a record.json, and convert old field names to the current names.
 
     Raises:
         ValidationError: If the content isn't JSON or doesn't match the schema.
@@ -234,7 +237,15 @@ def _parse(content: bytes) -> Record:
 
 
 def unusable(run: str, file: str, reason: str) -> RecordError:
-    """Return an error about a file of a run (study/run id), on one line even if the name contains line breaks."""
+    """Return an error that says why a file of a run is unusable.
+
+    The message is one line, even if a name contains line breaks.
+
+    Args:
+        run: the run, as study/run id.
+        file: the file's path in the run's folder.
+        reason: the rest of the message.
+    """
     path = f"{run}/{file}"
     return RecordError(f"{path if path.isprintable() else truncated_repr(path)}: {reason}")
 

@@ -5,7 +5,7 @@ An error in a cell tagged ``show`` doesn't fail the run, because such cells only
 Each run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in a separate session, together
 with all processes that it starts, such as the kernel, nsys and compile workers. All of these processes have the
 run's folder in their environment, so that we can find and kill them together. The processes' temporary folder is
-inside the run's folder, so no files remain elsewhere.
+inside the run's folder, so that no files remain elsewhere.
 """
 
 import json
@@ -50,14 +50,14 @@ DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_T
 def notebook_of(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the notebook that a run executes.
 
-    The environment can name a folder that replaces the package's folder ``notebooks``. (The package's folder is a
+    An environment variable can name a folder that replaces the package's folder ``notebooks``. (The latter is a
     link in a checkout, and a real folder in a wheel.)
     """
     return Path(environment.get(NOTEBOOKS) or PACKAGE / "notebooks") / f"{config.notebook}.ipynb"
 
 
 class Abandoned(StepscopeError, RuntimeError):
-    """An error for a run that was killed because the sweep that requested it is gone."""
+    """Raised after a run was killed because the sweep that requested it no longer exists."""
 
 
 def make_run(
@@ -74,7 +74,8 @@ def make_run(
     Args:
         environment: the run's environment variables, which override this process's environment variables.
         timeout_s: the time limit in seconds; a run that exceeds it is killed and recorded as failed.
-        abandoned: returns True once the sweep that requested the run is gone; the run is then killed.
+        abandoned: a function that returns True once the sweep that requested the run no longer exists. The run is
+            then killed.
 
     Raises:
         OSError: If a file can't be written.
@@ -126,7 +127,7 @@ def make_run(
     outcome = read_outcome(folder)
     if reason is None and "status" not in outcome:
         code = process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         reason = f"the run's process {how}; see {LOG}"
     if reason:
         outcome |= {"status": "failed", "cause": reason}
@@ -143,7 +144,7 @@ def make_run(
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
-    """Return the run's papermill parameters; if the size has a name, the name replaces the dimensions."""
+    """Return the run's papermill parameters. If the size has a name, they omit the dimensions."""
     parameters = json.loads(config.model_dump_json(include=set(config.tunable_fields())))
     if parameters.get("size", "custom") != "custom":
         for field in Dimensions._fields:
@@ -152,20 +153,31 @@ def parameters_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
-    """Wait for the run's process to end, and return None; on a timeout, return the reason to kill the process."""
+    """Wait for the run's process to end.
+
+    Returns:
+        None if the process has ended, or the reason for killing it if it has exceeded the time limit.
+
+    Raises:
+        Abandoned: If ``abandoned`` returns True.
+    """
     began = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.1)
             return None
         if abandoned():
-            raise Abandoned("the sweep that requested this run is gone")
+            raise Abandoned("the sweep that requested this run no longer exists")
         if timeout_s is not None and time.monotonic() - began > timeout_s:
             return f"exceeded the time limit of {timeout_s:g} s, so its processes were killed"
 
 
 def _tidy(folder: Path, status: str, keep_images: bool) -> None:
-    """Remove temporary files, this machine's paths, and images (unless ``keep_images``) from a run's folder."""
+    """Clean up a run's folder.
+
+    Remove temporary files, this machine's paths, images (unless ``keep_images``), and the log (unless the run
+    failed).
+    """
     (folder / OUTCOME).unlink(missing_ok=True)
     # rm also removes folders without our write bit
     subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)
@@ -188,9 +200,9 @@ def _tidy(folder: Path, status: str, keep_images: bool) -> None:
 
 
 def _cleaned(value: Any, folder: Path) -> Any:
-    """Remove this machine's paths and names from all strings in a JSON value, recursively.
+    """Replace this machine's paths and host name in all strings in a JSON value, recursively.
 
-    Cell types, output types and images remain unchanged; an image's base64 text may contain a path by chance.
+    Cell types, output types and images remain unchanged. (By chance, an image's base64 text may contain a path.)
     """
     if isinstance(value, dict):
         unchanged = ("cell_type", "output_type", "image/png")
@@ -201,7 +213,10 @@ def _cleaned(value: Any, folder: Path) -> Any:
 
 
 def without_machine(text: str, folder: Path) -> str:
-    """Replace this machine's paths and host name in a text, because notebooks are shared and committed."""
+    """Replace this machine's paths and host name in a text with placeholders.
+
+    This is necessary because notebooks are shared and committed.
+    """
     places = {
         str(folder / TEMPORARY): "<tmp>",
         str(folder): "<run>",
@@ -267,9 +282,9 @@ def _end_with_worker(folder: Path) -> None:
 
 
 def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[str, str | None]:
-    """Execute a notebook in ``folder``, and return its status and the cause of any error.
+    """Execute a notebook in ``folder``; return the run's status, and the cause if there was an error.
 
-    If only a ``show`` cell fails, the status is still ok and the cause describes the error.
+    If only a ``show`` cell fails, the status is still ok, and the cause describes the error.
     """
     # If JupyterLab has installed this module, jsonschema imports it to check URLs, which takes a second per run.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]

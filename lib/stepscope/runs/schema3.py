@@ -1,8 +1,8 @@
-"""Convert the names in records of schema 3 to today's names.
+"""Convert the names in records of schema 3 to the current names.
 
-Version 0.3 renamed fields, columns and values with misleading names. Records written by earlier versions remain
-unchanged on disk, and are translated when they are read. The tables in this module map the old names to the new
-names. CHANGELOG.md lists the same names, because :func:`stepscope.report.load.load` is public.
+Version 0.3 renamed fields, columns and values that had misleading names. Records written by earlier versions
+remain unchanged on disk, and are converted when they are read. The dictionaries in this module map the old
+names to the new names. CHANGELOG.md also lists them, because :func:`stepscope.report.load.load` is public.
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ COLUMN_VALUES = {
 
 
 def upgrade_record(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a schema 3 record.json with today's names; its ``schema_version`` is still 3."""
+    """Return the content of a schema 3 record.json with the current names. ``schema_version`` remains 3."""
     study = str(document.get("study"))
     renamed = dict(document)
     for part, names in (
@@ -81,7 +81,7 @@ def upgrade_record(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgrade_table(study: str, table: pd.DataFrame) -> pd.DataFrame:
-    """Return a schema 3 run's table with today's columns and values."""
+    """Return a table of a schema 3 run with the current names of columns and values."""
     table = table.rename(columns=COLUMNS | STUDY_COLUMNS.get(study, {}))
     for column, names in COLUMN_VALUES.items():
         if column in table:
@@ -90,7 +90,7 @@ def upgrade_table(study: str, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_id(config: RunConfig) -> str:
-    """Return the id of a configuration's run in schema 3, which is computed from the old names of the fields."""
+    """Return the id of a configuration's run in schema 3, which is computed from the fields' old names."""
     old_values = {field: _inverse(names) for field, names in CONFIG_VALUES.items()}
     fields = _rename_values(config.fields_of_id(), old_values)
     old_fields = _rename_keys(fields, _inverse(CONFIG_FIELDS.get(config.study, {})))

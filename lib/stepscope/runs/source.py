@@ -1,7 +1,7 @@
-"""Compute digests that identify the version of a notebook's measuring code.
+"""Compute a digest that identifies the version of a notebook's measuring code.
 
-Comments, outputs and default parameters don't change the digest. It covers all code cells except cells tagged
-``parameters`` (defaults) or ``show`` (cells that only display results).
+Comments, outputs and default parameters don't change the digest. It covers all code cells except those tagged
+``parameters`` (which set defaults) or ``show`` (which only display results).
 """
 
 import ast
@@ -58,7 +58,7 @@ def notebook_source(notebook: Path) -> str:
     """Return the digest of a notebook's measuring cells, as twelve hexadecimal digits.
 
     Raises:
-        OSError, ValueError: If :func:`code_cells` raises it.
+        OSError, ValueError: As in :func:`code_cells`.
     """
     return digest_of(parsed(cell.source) for cell in code_cells(notebook) if cell.measures)
 
@@ -71,7 +71,7 @@ def parsed(source: str) -> str:
     """Return a cell's code without comments and formatting, or "" if the cell contains no code.
 
     The result doesn't depend on the Python version. If a cell isn't valid Python, for example because it contains
-    IPython's ``%`` or ``!`` commands, its source is returned stripped but otherwise unchanged.
+    IPython's ``%`` or ``!`` commands, the result is its source, without whitespace at both ends.
     """
     try:
         tree = ast.parse(source)
@@ -88,12 +88,15 @@ def _plain(value: Any) -> Any:
 
 
 def source_by_hand(executed: list[str], notebook: Path) -> str:
-    """Return the digest of a notebook that a user runs.
+    """Return the digest of a notebook that a user runs by hand.
 
-    The kernel can't see the tags of the notebook's cells.
+    The kernel knows only the executed code, not the tags of the cells. If this code consists of cells from the
+    notebook's file and assignments to parameters, return the digest of the file. Otherwise, return a digest of all
+    executed code.
 
-    If the user executed only cells of the notebook file and assignments to parameters, the result is the file's
-    digest. Otherwise, it is a digest of all executed code.
+    Args:
+        executed: the source of each executed cell.
+        notebook: the path of the notebook's file.
     """
     known_cells = {"", *(parsed(cell.source) for cell in code_cells(notebook))}
     cells = [parsed(source) for source in executed if not assigned_constants(source)]

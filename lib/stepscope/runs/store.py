@@ -1,9 +1,9 @@
-"""Save runs atomically in runs folders, and find them again.
+"""Save runs atomically in runs folders, and find saved runs.
 
 A runs folder contains a folder ``<study>/<run id>/`` for each run, with ``record.json``, the executed
 ``notebook.ipynb`` and the tables. A run is first written to ``.partial/``, and moved to its final location only
-after its record is written and synced. Therefore, every saved run is complete, regardless of how or when a sweep
-ended.
+after its record has been written and synced. Therefore, every saved run is complete, regardless of how or when a
+sweep ended.
 """
 
 import fcntl
@@ -22,18 +22,18 @@ from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_re
 
 
 class StoreError(StepscopeError, RuntimeError):
-    """An error for a runs folder that isn't writable."""
+    """Raised if a runs folder isn't writable."""
 
 
 class StoreBusy(StepscopeError, RuntimeError):
-    """An error for a runs folder that another sweep is writing into."""
+    """Raised if another sweep is writing to the runs folder."""
 
 
 def runs_folder(name: str | Path) -> Path:
     """Resolve the path of the runs folder that a notebook names.
 
-    In a checkout, a relative path is relative to the checkout unless it exists in the current directory, because
-    JupyterLab starts kernels in their notebook's folder.
+    In a checkout, a relative path is relative to the checkout, unless it exists in the current directory. The
+    reason is that JupyterLab starts each kernel in its notebook's folder.
     """
     path = Path(name).expanduser()
     if path.is_absolute() or path.is_dir() or not PROJECT or not Path.cwd().is_relative_to(PROJECT):
@@ -54,21 +54,21 @@ class Store:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Lock the folder for one sweep, and remove an interrupted sweep's leftovers.
+        """Lock the folder for one sweep, and remove what an interrupted sweep left behind.
 
         The lock is an OS file lock, so it is released even if its holder is killed.
 
         Raises:
             StoreBusy: If another process holds the lock.
-            StoreError: If the folder isn't writable, or one of its subfolders is a link, which would redirect runs
-                to another location.
+            StoreError: If the folder isn't writable, or if one of its subfolders is a link (which would redirect
+                runs to another location) or a file.
         """
         with self._open_lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise StoreBusy(
-                    f"{self.root}: another sweep is writing here ('fuser {self.root}/.lock' shows"
+                    f"{self.root}: another sweep is writing to this folder ('fuser {self.root}/.lock' shows"
                     " its process); wait for it, stop it, or choose another --runs"
                     " folder"
                 ) from None
@@ -99,13 +99,16 @@ class Store:
             raise StoreError(f"{self.root}: {reason}") from None
 
     def new_staging_folder(self) -> Path:
-        """Create a folder for a run, with a short name because socket paths are limited to 107 bytes."""
+        """Create a folder for a run. Its name is short, because socket paths are limited to 107 bytes."""
         folder = self.partial / os.urandom(3).hex()
         folder.mkdir(parents=True)
         return folder
 
     def commit(self, folder: Path, record: Record) -> Path:
-        """Write the record last, move the run into place (replacing an older run), and return its final path."""
+        """Save a run, replacing any older run of its configuration, and return its final path.
+
+        The record is written last, and only then is the run moved into place.
+        """
         for path in folder.rglob("*"):
             if path.is_file():
                 sync(path)
@@ -128,7 +131,7 @@ class Store:
         write_text_durably(path, record.model_dump_json(indent=1) + "\n")
 
     def find(self, config: RunConfig) -> Record | None:
-        """Return this configuration's record after checking its files, or None if its run folder doesn't exist.
+        """Return this configuration's record after checking the run's files, or None if there is no such run.
 
         Raises:
             RecordError: If the record is unusable, or the notebook or a table is missing or modified.
@@ -137,7 +140,7 @@ class Store:
         return read_record(folder, check_files=True) if os.path.lexists(folder) else None
 
     def device_name(self) -> str | None:
-        """Return the device that measured the folder's runs, or None if no record names one."""
+        """Return the name of the device that measured the folder's runs, or None if no record has one."""
         names = (record.machine.get("device_name") for record in self.records()[0])
         return next(filter(None, names), None)
 

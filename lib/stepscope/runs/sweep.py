@@ -1,6 +1,6 @@
-"""Run a sweep: run each requested configuration that has no valid record, and save its record.
+"""Run a sweep: execute a run for each requested configuration without a valid record, and save its record.
 
-To resume a sweep, repeat its command, which skips finished runs and retries failed runs.
+To resume a sweep, repeat its command. It then skips finished runs and retries failed runs.
 """
 
 import hashlib
@@ -44,14 +44,16 @@ class SweepOptions:
     """Options for a sweep. By default, its runs use all of this machine's GPUs, or its CPU if it has no GPU.
 
     Args:
-        workers: the maximum number of GPUs. If there is no GPU, the number of parallel runs, at most one per core.
-        scheduler: the address of a Dask scheduler, whose workers then execute the runs.
-        timeout_s: the time limit per run in seconds; a run that exceeds it is killed and recorded as failed.
+        workers: the maximum number of GPUs to use. On a machine without a GPU, the number of parallel runs, at
+            most one per core.
+        scheduler: the address of a Dask scheduler whose workers execute the runs.
+        timeout_s: the time limit for each run, in seconds. A run that exceeds it is killed and recorded as failed.
         time_budget_s: the time in seconds after which the sweep starts no more runs.
-        notebooks: a folder of notebooks to execute instead of the package's notebooks with the same names.
-        images: keep the images in executed notebooks.
-        replace: rerun configurations that a different version of their notebook measured, and replace their runs.
-        progress: print what the notebooks print while they run.
+        notebooks: a folder with notebooks to execute instead of the package's notebooks of the same names.
+        images: whether to keep the images in executed notebooks.
+        replace: whether to rerun the configurations that a different version of their notebook measured, and
+            replace the old runs.
+        progress: whether to print the output of the notebooks while they run.
     """
 
     workers: int | None = None
@@ -70,7 +72,7 @@ class SweepEnd:
 
     Args:
         counts: the number of runs by status, including runs that were already done.
-        left: the configurations that still have to run.
+        left: the configurations that still have to be run.
         stopped_by: the reason why the sweep stopped early, or None.
     """
 
@@ -80,11 +82,14 @@ class SweepEnd:
 
 
 def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, console: Console) -> SweepEnd:
-    """Run the sweep files' configurations that the store doesn't contain yet, and print each outcome.
+    """Run those configurations of sweeps that the store doesn't contain yet, and print each outcome.
+
+    Args:
+        sources: as in :func:`stepscope.runs.sweep_file.load_sweeps`.
 
     Raises:
         SweepError, WorkersError: If the sweep can't start, or a worker's device differs from the folder's device.
-        StoreBusy: If another sweep is writing into the folder.
+        StoreBusy: If another sweep is writing to the folder.
         StoreError: If the folder isn't writable.
     """
     began = monotonic()
@@ -121,7 +126,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
 
 
 def semaphores(root: Path) -> list[Path]:
-    """Return the paths of the files that represent the named semaphores of a folder's sweeps on Linux."""
+    """Return the paths of the files that, on Linux, represent the named semaphores of a folder's sweeps."""
     return [*Path("/dev/shm").glob(f"sem.{_prefix(root)}-*")]
 
 
@@ -130,10 +135,10 @@ def _prefix(root: Path) -> str:
 
 
 def _name_semaphores(root: Path) -> None:
-    """Name the semaphores of Dask's nannies after the folder, and remove earlier sweeps' semaphores.
+    """Name the semaphores of Dask's nannies after the folder, and remove the semaphores of earlier sweeps.
 
-    If a sweep is killed with its process group, the process that would clean up its semaphores dies, too. The
-    name identifies these leftovers, and removing them is safe because only one sweep at a time holds the folder.
+    If a sweep is killed together with its process group, the process that would remove its semaphores dies, too.
+    The names identify such leftovers. Removing them is safe, because only one sweep at a time can lock the folder.
     """
     for left in semaphores(root):
         with suppress(OSError):  # belongs to another user
@@ -143,11 +148,11 @@ def _name_semaphores(root: Path) -> None:
 
 @contextmanager
 def _signals_noted() -> Iterator[list[str]]:
-    """Collect the names of signals that ask the sweep to end, for the sweep's loops to poll.
+    """Collect the names of received signals that ask the sweep to end, so that the sweep's loops can poll them.
 
-    The handler doesn't raise an exception, because imports and C code could swallow the exception, and because it
-    could interrupt the shutdown of the workers. A second request ends this process immediately, and the workers
-    and their runs exit with it.
+    The handler doesn't raise an exception, because imports and C code could swallow it, and because it could
+    interrupt the shutdown of the workers. A second request ends this process immediately, and the workers and
+    their runs exit with it.
     """
     noted: list[str] = []
     first = [0.0]
@@ -168,16 +173,16 @@ def _signals_noted() -> Iterator[list[str]]:
 
 
 def _require(configs: list[RunConfig], devices: list[str], store: Store, name: str | None, gpus: int) -> None:
-    """Check, before anything starts, that the devices exist and match the device that measured the folder's runs.
+    """Check that the required devices exist and match the device that measured the folder's runs.
 
     A runs folder contains only one device's runs, because a report compares them.
 
     Args:
         name: the name of this machine's device; None if the workers may be on other machines.
-        gpus: the number of GPUs of the machine with the most GPUs.
+        gpus: the largest number of GPUs on a single machine.
 
     Raises:
-        WorkersError: If a device isn't available, or there are not enough GPUs.
+        WorkersError: If a device isn't available, or there aren't enough GPUs for a run.
         ConfigError: If the CPU can't run a configuration.
         SweepError: If the sweep's runs don't belong in this folder.
     """
@@ -195,24 +200,24 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
             )
     if len({config.device for config in configs}) > 1:
         raise SweepError(
-            "the sweep has runs on a GPU and runs on a CPU, but a runs folder holds the runs of one device;"
-            " make two sweeps with separate --runs folders"
+            "the sweep has runs on a GPU and runs on a CPU, but a runs folder can only contain runs from one"
+            " device; split the sweep in two, with separate --runs folders"
         )
     older = [record for record in store.records()[0] if record.schema_version == 3]
     if older:
         raise SweepError(
-            f"{store.root} holds {len(older)} runs of stepscope 0.2 (schema 3), to which this version can't add"
-            " runs; choose another --runs folder"
+            f"{store.root} contains {len(older)} runs from stepscope 0.2 (schema 3), and this version can't add"
+            " runs to them; choose another --runs folder"
         )
     if name and (folder_device := store.device_name()) and folder_device != name:
         raise SweepError(
-            f"{store.root} holds runs of {folder_device!r}, but this machine's device is {name!r};"
+            f"{store.root} contains runs from {folder_device!r}, but this machine's device is {name!r};"
             " choose another --runs folder"
         )
 
 
 def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
-    """Return the current digest of each notebook that the plan's runs execute, by notebook name.
+    """Return the current digest of each notebook that the plan's runs execute, keyed by the notebook's name.
 
     Raises:
         SweepError: If a notebook is missing, unreadable or invalid.
@@ -224,7 +229,9 @@ def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
             name: notebook_source(notebook_of(config, environment)) for name, config in one_of_each.items()
         }
     except OSError as error:
-        every = "; the folder needs a notebook for each study of the sweep" if options.notebooks else ""
+        every = (
+            "; the folder must contain a notebook for each study in the sweep" if options.notebooks else ""
+        )
         raise SweepError(f"{error.filename}: cannot read the notebook ({error.strerror}){every}") from None
     except ValueError as error:
         raise SweepError(f"{options.notebooks or 'notebooks'}: invalid notebook ({error})") from None
@@ -233,10 +240,10 @@ def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
 def _what_is_left(
     plan: SweepPlan, store: Store, console: Console, sources: dict[str, str], replace: bool
 ) -> SweepEnd:
-    """Return the sweep's state before it starts: the counts of finished runs, and the remaining runs.
+    """Return the state of the sweep before it starts: the counts of finished runs, and the remaining runs.
 
-    A run is finished if its record is valid, doesn't have status "failed", and was measured by the current version
-    of its notebook.
+    A run is finished if its record is valid, its status isn't "failed", and the current version of its notebook
+    measured it.
 
     Raises:
         SweepError: If a run's folder contains no usable record, or some runs were measured by a different version
@@ -248,7 +255,7 @@ def _what_is_left(
             record = store.find(config)
         except RecordError as error:
             raise SweepError(
-                f"{store.root}: {error}; remove the folder to run this configuration again"
+                f"{store.root}: {error}; remove the run's folder to run this configuration again"
             ) from None
         if record and record.done and record.matches_notebook(sources[config.notebook]):
             end.counts[record.status] += 1
@@ -264,7 +271,7 @@ def _what_is_left(
         )
     if replaced:
         console.print(
-            f"another version of the notebook measured {len(replaced)} of the runs, which will be replaced"
+            f"another version of the notebook measured {len(replaced)} of the runs; they will be replaced"
         )
     for config in plan.too_large:
         console.print(f"skipped, because it would not fit into the GPU's memory: {config.label}")
@@ -272,7 +279,7 @@ def _what_is_left(
 
 
 def plain(markdown: str) -> str:
-    """Convert a markdown sentence to one line of printable plain text, for a terminal."""
+    """Convert a markdown sentence to one line of printable plain text for a terminal."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown).replace("**", "").replace("`", "")
     return "".join(c if c.isprintable() else " " for c in text)
 
@@ -300,7 +307,7 @@ class _Sweep:
         self.device_name = store.device_name()
 
     def run(self) -> None:
-        """Assign runs and collect results until no runs are left or there is a reason to stop."""
+        """Assign runs and collect their results until no runs are left or there is a reason to stop."""
         if self.workers.places("cuda") > 1:  # largest first, so that no long run starts last while GPUs idle
 
             def size(item: tuple[str, RunConfig]) -> tuple[int, float]:
@@ -337,7 +344,7 @@ class _Sweep:
                 self.workers.submit(config, self.store.new_staging_folder(), address)
 
     def _show_progress(self) -> None:
-        """Print the lines that the running notebooks have printed since the last call."""
+        """Print the lines that the running notebooks have printed since this method was last called."""
         for assignment in self.workers.running:
             with suppress(OSError):  # the run hasn't started, or has just ended
                 text = (assignment.folder / PRINTED).read_text(encoding="utf-8", errors="replace")
@@ -361,7 +368,7 @@ class _Sweep:
             if _name(config) not in self.died:
                 self.died.add(_name(config))
                 self.todo = {_name(config): config} | self.todo
-                self.console.print(f"{result}; running it again: {config.label}")
+                self.console.print(f"{config.label}: {result}; running it again")
                 return
             folder = self.store.new_staging_folder()
             result = Record.of(
@@ -393,7 +400,7 @@ class _Sweep:
         )
 
     def _time_left(self) -> str:
-        """Format the estimated time left, extrapolated from the finished runs."""
+        """Format an estimate of the remaining time, extrapolated from the finished runs."""
         left = len(self.requested) - len(self.done)
         minutes = (monotonic() - self.began) / 60 / len(self.done) * left
         return f" (about {max(minutes, 1):.0f} min left)" if left else ""

@@ -34,7 +34,7 @@ MAX_MEMORY_FRACTION = 0.9  # maximum fraction of the GPU's memory that the step 
 
 
 class SweepError(StepscopeError, ValueError):
-    """An error for a sweep that can't start; the message names the file, the block and the problem."""
+    """Raised if a sweep can't start. The message names the file, the block and the problem."""
 
 
 class Block(BaseModel):
@@ -42,10 +42,11 @@ class Block(BaseModel):
 
     Args:
         study: the study to run.
-        fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to select the
-            handout that defines the size's name; ``edition`` isn't a field of the configuration.
-        axes: lists of values by field; the last axis varies fastest.
-        skip_too_large: omit a run if even its smallest measurement is predicted not to fit into GPU memory.
+        fixed: the fields with a single value. If ``size`` is among them, ``edition`` may be, too: the year of the
+            handout that defines the size's name. It isn't a field of the configuration.
+        axes: the fields with several values, as lists. The last axis varies fastest.
+        skip_too_large: whether to omit a run if not even its smallest measurement is predicted to fit into the
+            GPU's memory.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -60,10 +61,12 @@ class Block(BaseModel):
         names = Counter(["study", *self.fixed, *self.axes])
         if twice := [name for name, times in names.items() if times > 1]:
             raise ValueError(
-                f"{truncated_repr(twice[0])}: given more than once; name each field once, in fixed or in axes"
+                f"{truncated_repr(twice[0])}: given more than once; specify each field once, in fixed or in axes"
             )
         if math.prod(map(len, self.axes.values())) > MAX_RUNS_PER_BLOCK:
-            raise ValueError(f"axes: expected a product of at most {MAX_RUNS_PER_BLOCK:,} runs")
+            raise ValueError(
+                f"axes: their product has too many runs; expected at most {MAX_RUNS_PER_BLOCK:,}"
+            )
         return self
 
 
@@ -94,7 +97,9 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
         shipped |= on_cpu
     if name in shipped:
         if device == "cpu" and shipped[name] == on_gpu.get(name):
-            raise SweepError(f"{name} needs a CUDA GPU, but this machine has none; 'cpu' runs tiny models")
+            raise SweepError(
+                f"{name} needs a CUDA GPU, but this machine has none; the sweep 'cpu' runs tiny models"
+            )
         return shipped[name]
     with suppress(OSError):  # raised if the name is too long for a path
         if (path := Path(name)).is_file():
@@ -105,7 +110,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
 
 
 def _sweeps_of_studies(file: str) -> dict[str, list[Path]]:
-    """Return the paths of sweep files with this name, by study."""
+    """Return the path of each study's sweep file with this name, in a list, keyed by study."""
     return {study: [path] for study in studies() if (path := STUDIES / study / file).is_file()}
 
 
@@ -113,9 +118,9 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
     """Return the configurations of all sweeps, in order and without duplicates.
 
     Args:
-        sources: sweep files, each with one :class:`Block` or a list of blocks, or blocks as dicts.
-        device: the device that ``auto`` denotes on the machines that will execute the runs.
-        gpu_gib: the memory in GiB of the smallest GPU on these machines.
+        sources: sweep files, each containing one :class:`Block` or a list of blocks; or single blocks as dicts.
+        device: the device that ``auto`` stands for on the machines that will execute the runs.
+        gpu_gib: the memory in GiB of the smallest GPU on these machines, or None if they have no GPU.
 
     Raises:
         YamlFileError: If a file is missing or isn't plain YAML.
@@ -172,7 +177,7 @@ def peak_gib(config: RunConfig) -> float:
 def min_peak_gib(config: RunConfig) -> float:
     """Predict the peak memory in GiB of a run's smallest measurement; return 0 if the run has no training step.
 
-    The run's other modes and precisions may be too large; they then become rows with status "oom".
+    The run's other modes and precisions may still be too large. In that case, their rows have the status "oom".
     """
     if not isinstance(config, StepConfig):
         return 0.0
@@ -184,9 +189,9 @@ def min_peak_gib(config: RunConfig) -> float:
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
-    """Return the handout's largest size whose step is predicted to fit.
+    """Return the handout's largest size whose step is predicted to fit into the GPU's memory.
 
-    If there is no GPU, return the handout's smallest size.
+    If not even the smallest size fits, or there is no GPU, return the smallest size.
     """
 
     def fits(size: str) -> bool:
@@ -200,7 +205,10 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
 
 
 def sweep_description(path: Path) -> str | None:
-    """Return the comment in a sweep file's first line, such as the sweep's time on an H200, or None."""
+    """Return the comment in a sweep file's first line, or None if there is no such comment.
+
+    In built-in sweeps, this comment says, for example, how long the sweep takes on an H200.
+    """
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             first = file.readline(500).strip()

@@ -1,13 +1,13 @@
-"""Execute runs on Dask workers, which are on this machine or belong to an existing scheduler.
+"""Execute runs on Dask workers, which run on this machine or belong to an existing scheduler.
 
-A worker is a machine with GPUs, or a part of a machine without GPUs. Its Dask resources are its number of GPUs
+A worker is a machine with GPUs, or a share of a machine without GPUs. Its Dask resources are its number of GPUs
 (``GPU``) or its number of parallel runs on the CPU (``RUNS``). A run on a GPU has exclusive use of that GPU and of
-a share of the machine's cores, because other work at the same time changes a measurement.
+a share of the machine's cores, because concurrent work would change a measurement.
 
-The sweep places runs itself and polls them every half second, because Dask's own scheduling doesn't fit:
-``resources=`` checks a worker's total resources rather than its free resources, so a run could wait for one worker
-while another worker has a free GPU; ``priority=`` only orders the tasks of one worker; and ``as_completed`` keeps
-waiting after a signal.
+The sweep assigns runs to workers itself and polls them every half second, because Dask's own scheduling isn't
+suitable: ``resources=`` checks a worker's total resources rather than its free resources, so a run could wait for
+one worker while another worker has a free GPU; ``priority=`` only orders the tasks of one worker; and
+``as_completed`` keeps waiting after a signal.
 """
 
 import os
@@ -40,15 +40,15 @@ START = (
 
 
 class WorkersError(StepscopeError, RuntimeError):
-    """An error for workers that are unavailable or unsuitable for this sweep's runs."""
+    """Raised if workers are unavailable, or unsuitable for a sweep's runs."""
 
 
 class WorkerDied(StepscopeError, RuntimeError):
-    """An error for a run whose worker is gone or has returned an error."""
+    """The error of a run whose worker died or returned an error."""
 
 
 class SchedulerGone(StepscopeError, RuntimeError):
-    """An error for an unreachable scheduler, whose runs are in an unknown state."""
+    """Raised if the scheduler is unreachable, so that the state of its runs is unknown."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Assignment:
 
 
 class Workers:
-    """A scheduler's workers and the runs assigned to them."""
+    """A scheduler's workers, and the runs that are assigned to them."""
 
     def __init__(
         self,
@@ -86,14 +86,18 @@ class Workers:
             self.environment.setdefault("OMP_NUM_THREADS", str(max(cores // parts, 1)))
 
     def refresh(self) -> None:
-        """Update the list of workers; raise SchedulerGone if the scheduler is unreachable."""
+        """Update the list of workers.
+
+        Raises:
+            SchedulerGone: If the scheduler is unreachable.
+        """
         try:
             # also true while the client reconnects, which cancels its futures
             if self.client.status != "running":
                 raise OSError(f"the connection is {self.client.status}")
             self.offers = workers_of(self.client)
         except Exception as error:  # noqa: BLE001 Dask raises many types of errors for a lost scheduler
-            raise SchedulerGone(f"the scheduler is gone ({error})") from None
+            raise SchedulerGone(f"the loss of the scheduler ({error})") from None
 
     def devices(self) -> list[str]:
         """Return the devices that the workers offer, ``cuda`` before ``cpu``."""
@@ -127,7 +131,7 @@ class Workers:
         return max((int(worker["resources"].get(resource, 0)) for worker in self.offers.values()), default=0)
 
     def place(self, config: RunConfig) -> str | None:
-        """Return the address of the least busy worker that can start a run, or None."""
+        """Return the address of the least busy worker that can start this run, or None if no worker can."""
         resource, places = RESOURCE[config.device], []
         for address, worker in self.offers.items():
             running = [assignment.config for assignment in self.running if assignment.address == address]
@@ -151,7 +155,7 @@ class Workers:
         self.running.append(Assignment(config, folder, address, future))
 
     def wait(self) -> list[tuple[Assignment, Record | Exception]]:
-        """Wait up to half a second, and return the runs that have ended, each with its record or error."""
+        """Wait for up to half a second; return the runs that have ended, each with its record or error."""
         until = time.monotonic() + 0.5
         while time.monotonic() < until and not any(assignment.future.done() for assignment in self.running):
             time.sleep(0.05)
@@ -167,16 +171,16 @@ class Workers:
     def _result(self, assignment: Assignment) -> Record | Exception:
         if assignment.future.status not in ("finished", "error"):
             assignment.future.cancel(force=True)
-            return WorkerDied("its worker died (killed, or its machine went down)")
+            return WorkerDied("the worker died (it was killed, or its machine went down)")
         try:
             return Record.model_validate_json(assignment.future.result())
         except OSError as error:
             return error
         except Exception as error:  # noqa: BLE001 a lost worker, a bug, or another stepscope version
-            return WorkerDied(f"its worker returned an error: {type(error).__name__}: {_describe(error)}")
+            return WorkerDied(f"the worker returned an error: {type(error).__name__}: {_describe(error)}")
 
     def close(self, partial: Path) -> None:
-        """Cancel the remaining tasks, and kill their runs on all workers; the runs' folders are in ``partial``."""
+        """Cancel the remaining tasks, and kill all runs whose folders are in ``partial``, on all workers."""
         if self.running:
             with suppress(Exception):  # the scheduler or a worker may be gone, together with its runs
                 self.client.cancel([assignment.future for assignment in self.running], force=True)
@@ -184,19 +188,27 @@ class Workers:
 
 
 def workers_of(client: Any) -> dict[str, dict]:
-    """Return the workers by address; ask the scheduler, because the client's list is sometimes empty."""
+    """Return the workers, keyed by address.
+
+    They are requested from the scheduler, because the client's own list is sometimes empty.
+    """
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
 def work(config: RunConfig, folder: str, timeout_s: float | None, environment: dict[str, str]) -> str:
-    """Execute one run on a worker and return its record as JSON; raise FileNotFoundError without ``folder``."""
+    """Execute one run on a worker; return the run's record as JSON.
+
+    Raises:
+        FileNotFoundError: If this worker can't access ``folder``.
+        OSError, Abandoned: As in :func:`stepscope.runs.run.make_run`.
+    """
     from distributed import Status, get_worker
 
     worker = get_worker()
     key = worker.get_current_task()
 
     def abandoned() -> bool:
-        """Return whether the scheduler has canceled this thread's task or is gone."""
+        """Return whether the scheduler has canceled this thread's task or has disappeared."""
         state = worker.state.tasks.get(key)
         lives = worker.status in (Status.running, Status.paused)
         return state is None or state.state == "cancelled" or not lives
@@ -204,7 +216,7 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
     if not Path(folder).is_dir():
         raise FileNotFoundError(
             2,
-            f"worker {worker.name} cannot access it; the runs folder must be on a"
+            f"worker {worker.name} cannot access this folder; the runs folder must be on a"
             " file system that all workers share",
             folder,
         )
@@ -220,7 +232,7 @@ _gpus_listed = threading.Lock()
 
 
 def _list_gpus(count: int) -> None:
-    """Fill the queue of free GPUs on the first call; later calls do nothing."""
+    """Fill the queue of free GPUs. Only the first call has an effect."""
     if _gpus_listed.acquire(blocking=False):
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = named.split(",") if named else [str(index) for index in range(count)]
@@ -248,17 +260,17 @@ def _free_gpus(count: int, needed: int) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
-    """Start one Dask worker for all GPUs (or ``count`` CPU workers, at most one per core) and yield a client.
+    """Start one Dask worker for all GPUs, or ``count`` workers on the CPU (at most one per core); yield a client.
 
-    The workers exit with this process, regardless of how it ends.
+    The workers exit together with this process, regardless of how it ends.
 
     Args:
         gpus: the GPUs to use, as returned by :func:`stepscope.runs.machine.gpus_here`.
-        count: the number of CPU workers, used only if there are no GPUs.
+        count: the number of workers on the CPU. It is only used if ``gpus`` is empty.
         scratch: a folder for Dask's temporary files.
 
     Raises:
-        SchedulerGone: If the workers didn't start.
+        SchedulerGone: If the workers can't be started.
     """
     import dask
     from distributed import Client, Nanny, Scheduler, Security, SpecCluster
@@ -324,9 +336,10 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGHUP, so that processes started within the context inherit the block.
+    """Block SIGINT and SIGHUP within the context, so that processes started there inherit the block.
 
-    Ctrl-C or a closing terminal signals all of the terminal's processes, but the sweep has to end its runs itself.
+    Ctrl-C or a closing terminal sends a signal to all of the terminal's processes, but the sweep must end its runs
+    itself.
     """
     signals = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -348,7 +361,8 @@ def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
 
     Args:
         address: the scheduler's address, such as tcp://10.0.0.1:8786.
-        signals: the list of received signals that ask the sweep to end; a signal also ends the wait for workers.
+        signals: the list of signals received so far that ask the sweep to end. A signal also ends the wait for
+            workers.
 
     Raises:
         WorkersError: If the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.

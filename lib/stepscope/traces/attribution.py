@@ -59,23 +59,24 @@ SHORT_NS = 5_000  # shorter host events don't explain idle gaps
 
 
 class TraceError(StepscopeError, ValueError):
-    """A file cannot be read as a capture of GPU operations; the message names the file and the problem."""
+    """Raised if a file isn't a readable capture of GPU operations. The message names the file and problem."""
 
 
 class ConservationError(StepscopeError, ValueError):
-    """A capture's operations don't add up: some are lost, counted twice, or in two phases at once."""
+    """Raised if a capture's operations don't add up: some are lost, counted twice, or in two phases at once."""
 
 
 @dataclass
 class Records:
-    """The records of a capture, before they are joined.
+    """The records of a capture before operations, launches and ranges are joined.
 
     path: the file, for error messages.
-    operations: kind, name, kernel_category, start_ns, duration_ns, device, stream, correlation_id (-1 for none),
-        row and bytes; sorted by start.
+    operations: a row per operation, sorted by start, with the columns kind, name, kernel_category, start_ns,
+        duration_ns, device, stream, correlation_id (-1 if there is none), row and bytes.
     process: (operations,) the process key of each operation.
-    launches: (4, calls) thread key, correlation id, and start and end in ns.
-    ranges: name, start_ns, end_ns, process, thread and key; sorted by thread and start, outer ranges first.
+    launches: (4, calls) the thread key, the correlation id, the start in ns and the end in ns of each call.
+    ranges: a row per range, sorted by thread and start, outer ranges first, with the columns name, start_ns,
+        end_ns, process, thread and key.
     """
 
     path: str
@@ -86,7 +87,7 @@ class Records:
 
 
 def thread_columns(key: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns process, thread and key for thread keys."""
+    """Return the columns process, thread and key, given the keys of threads."""
     return {"process": key >> 24 & 0xFFFFFF, "thread": key & 0xFFFFFF, "key": key}
 
 
@@ -96,14 +97,14 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     A range with the name of a phase is a phase, and a range named "step" is a step. All others are regions.
 
     Args:
-        records: a capture's records; the operations are modified in place.
+        records: a capture's records. The operations are modified in place.
 
     Returns:
-        operations: with the additional columns launch_start_ns and launch_duration_ns (of the call on the host; NA
-            if the capture lacks it), process, thread (of the launch; -1 if unknown), phase ("outside" if none was
-            open), region ("unattributed" if none was open), and step (0, 1, ... in each process; -1 if none was
-            open).
-        ranges: with the additional columns role (phase, step, region) and step.
+        operations: the operations with the additional columns launch_start_ns and launch_duration_ns (of the call
+            on the host; NA if the capture lacks it), process, thread (of the launch; -1 if unknown), phase
+            ("outside" if none was open), region ("unattributed" if none was open), and step (0, 1, ... in each
+            process; -1 if none was open).
+        ranges: the ranges with the additional columns role (phase, step, region) and step.
 
     Raises:
         TraceError: If the ranges of a thread cross, or if the capture spans too much time.
@@ -117,13 +118,13 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     launch_process = records.process[is_known]
 
     def spread(values: np.ndarray) -> np.ndarray:
-        """Expand values of the operations with known launches to all operations; others get -1."""
+        """Expand values for the operations with known launches to all operations; the others get -1."""
         result = np.full(len(operations), -1)
         result[is_known] = values
         return result
 
     def open_row(role: str) -> np.ndarray:
-        """Return, for each operation, the row of the range with this role that was open at its launch."""
+        """Return, for each operation, the row of the range with this role that was open at its launch, or -1."""
         rows = ranges[ranges["role"] == role]
         open_index = open_range(rows, launch_process, time_ns, strict=(path, role))
         return spread(open_index)
@@ -143,7 +144,7 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _roles(ranges: pd.DataFrame) -> pd.Categorical:
-    """Return the role that each range has according to its name: phase, step or region."""
+    """Return the role of each range according to its name: phase, step or region."""
     roles = {STEP: "step"} | dict.fromkeys(PHASE_NAMES, "phase")
     names = ranges["name"].cat
     by_name = [roles.get(str(name), "region") for name in names.categories]
@@ -169,7 +170,11 @@ def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _check_span(records: Records) -> None:
-    """Raise TraceError if the times of all threads don't fit on the single axis that ``enclosing`` uses."""
+    """Check that the times of all threads fit on the single axis that ``enclosing`` uses.
+
+    Raises:
+        TraceError: If they don't fit.
+    """
     ranges = records.ranges
     thread, _, start, end = records.launches
     times = np.concatenate([start, end, ranges["start_ns"], ranges["end_ns"]])
@@ -191,13 +196,13 @@ def open_range(
     """Find the range that is open in a process, on any thread, at each time.
 
     Args:
-        ranges: key, start_ns and end_ns of the ranges of one role, for example the steps.
+        ranges: the ranges of one role, for example the steps, with the columns key, start_ns and end_ns.
         process, time_ns: (n,) the process key and the time of each point.
-        strict: the file and the ranges' role, for the error message. If None, overlapping ranges are allowed, and
-            the one that started first counts.
+        strict: the file and the role of the ranges, for the error message. If it is None, ranges may overlap, and
+            the range that started first counts.
 
     Returns:
-        (n,) the index of the open range in ``ranges``; -1 if none is open.
+        (n,) the index in ``ranges`` of the open range; -1 if none is open.
 
     Raises:
         ConservationError: If ``strict`` is given, and two of the ranges overlap.
@@ -235,7 +240,7 @@ def _overlap_error(
 
 
 def _range_arrays(ranges: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the process key, start and end of ranges. An empty range is extended to contain its start."""
+    """Return the process key, start and end of each range. Empty ranges are extended to contain their start."""
     process = ranges["key"].to_numpy("int64") & PROCESS
     start = ranges["start_ns"].to_numpy("int64")
     end = ranges["end_ns"].to_numpy("int64")
@@ -243,7 +248,7 @@ def _range_arrays(ranges: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def outermost(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Sort ranges by process and start; drop those that start inside another range of their process."""
+    """Sort ranges by process and start; drop ranges that start within another range of the same process."""
     process, start, end = _range_arrays(ranges)
     order = np.lexsort((-end, start, process))
     process, start, end = process[order], start[order], end[order]
@@ -257,7 +262,7 @@ def outermost(ranges: pd.DataFrame) -> pd.DataFrame:
 
 
 def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
-    """Add the column ``step`` to ``ranges``; return the row of the innermost range at each time on its thread.
+    """Add the column ``step`` to ``ranges``; return the innermost range's row for each thread key and time.
 
     Raises:
         TraceError: If the ranges of a thread cross.
@@ -293,8 +298,8 @@ def enclosing(
         point_keys, points: (m,) int64.
 
     Returns:
-        innermost: (m,) the index of the innermost interval around each point; -1 for none.
-        parent: (n,) the index of the innermost interval around each interval; -1 for none.
+        innermost: (m,) the index of the innermost interval around each point; -1 if there is none.
+        parent: (n,) the index of the innermost interval around each interval; -1 if there is none.
         depth: (n,) the number of intervals that contain each interval, including the interval itself.
     """
     n = len(start)
@@ -337,7 +342,7 @@ def enclosing(
 
 
 def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
-    """Return the column of ``launches`` for each process and correlation id; -1 for none."""
+    """Return the column in ``launches`` that matches each process and correlation id, or -1 if none does."""
     thread, launch_correlation, start, _ = launches
     processes = np.concatenate([thread & PROCESS, process])
     _, codes = np.unique(processes, return_inverse=True)
@@ -354,13 +359,13 @@ def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nda
 
 
 def matching(names: pd.Series, predicate: Callable[[str], object]) -> np.ndarray:
-    """Return a mask of the names that satisfy a predicate. The predicate is called once per distinct name."""
+    """Return a mask of the names that satisfy a predicate, which is called only once per distinct name."""
     matches = [bool(predicate(str(name))) for name in names.cat.categories]
     return np.array(matches, bool)[names.cat.codes]
 
 
 def _take_or_missing(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:
-    """Return values[rows] of a categorical column, or ``missing`` if the row is -1."""
+    """Return ``values[rows]`` for a categorical column, with ``missing`` where the row is -1."""
     categories = values.cat.categories.union([missing], sort=False)
     missing_code = categories.get_loc(missing)
     codes = np.append(values.cat.codes.astype(int), missing_code)

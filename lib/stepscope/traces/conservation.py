@@ -15,8 +15,8 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
         totals: the totals that activity_totals returns for the same capture.
 
     Raises:
-        ConservationError: If an operation occurs twice, or if the number or total time of any kind of operation,
-            summed over phases, regions or steps, differs from the capture's total.
+        ConservationError: If an operation occurs twice, or if the number or the total time of any kind of
+            operation, summed over phases, regions or steps, differs from the capture's total.
     """
     is_duplicate = operations.duplicated(["kind", "row"])
     if is_duplicate.any():
@@ -42,9 +42,9 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
         operations, ranges: the results of load_trace, for one process and device.
 
     Returns:
-        One row per step and phase, and one per step for the total, with the columns host_ns (between push and pop;
-        NaN outside phases), projected_ns (from the start of the first operation to the end of the last),
-        operations_ns (the sum of the operations' times), busy_ns (the union of their intervals) and operations
+        One row per step and phase, and one row per step for its total, with the columns host_ns (from push to pop;
+        NaN outside phases), projected_ns (from the start of the first operation to the end of the last operation),
+        operations_ns (the sum of the operations' durations), busy_ns (the union of their intervals) and operations
         (their number).
 
     Raises:
@@ -52,7 +52,7 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
     """
     if len(operations[["process", "device"]].drop_duplicates()) > 1:
         raise ConservationError(
-            "got operations of several processes or devices, whose times overlap; expected one process and one"
+            "got operations of several processes or devices, whose times overlap, but expected one process and one"
             " device"
         )
     own_ranges = ranges[(ranges["role"] != "region") & ranges["process"].isin(operations["process"])]

@@ -61,23 +61,23 @@ PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
 PAYLOAD_COLUMNS = ["key", "start_ns", "end_ns", "message_bytes", "communicator"]
 # the driver's messages quote the SQL statement
 DRIVER_BOILERPLATE = re.compile(r"^\w+: \[SQLite\] Failed to prepare query: | query: SELECT .*")
-EXPECTED = "the sqlite export of a capture (nsys export --type sqlite)"
+EXPECTED = "the SQLite export of a capture (nsys export --type sqlite)"
 NOT_NULL_COLUMNS = ("start", "end", "globalTid", "globalPid")  # columns that must not be NULL
 LIMITS = {"start": (-LATEST, LATEST), "end": (-LATEST, LATEST), "correlationId": (-1, CORRELATIONS)}
 
 
 def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Load all GPU operations of a capture, and its NVTX push/pop ranges in DOMAINS.
+    """Load all GPU operations in a capture, and its NVTX push/pop ranges in the domains DOMAINS.
 
     Args:
-        path: the sqlite export, which is opened read-only.
+        path: the SQLite export, which is opened read-only.
 
     Returns:
-        operations: one row per operation, in order of start, with the columns kind (kernel, memcpy, memset), name
-            (demangled), kernel_category, start_ns, duration_ns, device, stream, correlation_id (-1 for none), row
-            (in the export's table of that kind), bytes (of a copy or fill; -1 if unknown), and the columns that
-            :func:`~stepscope.traces.attribution.attribute` adds.
-        ranges: one row per range, by thread and start, with the columns name, role (phase, step, region),
+        operations: one row per operation, ordered by start, with the columns kind (kernel, memcpy, memset), name
+            (demangled), kernel_category, start_ns, duration_ns, device, stream, correlation_id (-1 if there is
+            none), row (in the export's table of that kind), bytes (of a copy or fill; -1 if unknown), and the
+            columns that :func:`~stepscope.traces.attribution.attribute` adds.
+        ranges: one row per range, ordered by thread and start, with the columns name, role (phase, step, region),
             start_ns, end_ns, process, thread and step.
 
     Raises:
@@ -95,12 +95,12 @@ def read_export(
     """Read the records of an export.
 
     Args:
-        domains: the NVTX domains whose push/pop ranges to read. If None, push/pop and start/end ranges of all
-            domains are read; these may cross on a thread.
-        whole_graphs: whether to read each replay of a CUDA graph that was traced as a whole as one operation.
+        domains: the NVTX domains whose push/pop ranges are read. If it is None, the push/pop and start/end
+            ranges of all domains are read, and these may cross on a thread.
+        whole_graphs: whether a replay of a CUDA graph that was traced as a whole is read as one operation.
 
     Raises:
-        TraceError: As in ``load_trace``; graphs traced as a whole are only an error without ``whole_graphs``.
+        TraceError: As in ``load_trace``, except that graphs may be traced as a whole if ``whole_graphs`` is True.
     """
     # sqlite releases the GIL, so tables are read in parallel
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
@@ -133,9 +133,9 @@ def read_export(
 
 
 def graph_launches(path: Path | str) -> np.ndarray:
-    """Return the launches of CUDA graphs, (3, n): thread key, correlation id and start in ns.
+    """Return the thread key, the correlation id and the start in ns of each CUDA graph launch.
 
-    The result is empty if the export does not name calls.
+    The result is an array of shape (3, launches). It is empty if the export does not name calls.
     """
     with _reading(path) as connection:
         columns = _columns(connection, LAUNCHES)
@@ -151,7 +151,7 @@ def graph_launches(path: Path | str) -> np.ndarray:
 def activity_totals(path: Path | str) -> pd.DataFrame:
     """Return the totals for ``check_conservation``: the number of operations of each kind, and their duration_ns.
 
-    SQLite computes the totals, so they don't depend on how the operations are read.
+    SQLite computes these totals, so they don't depend on the code that reads the operations.
 
     Raises:
         TraceError: As in ``load_trace``.
@@ -165,7 +165,7 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
 
 
 def device_names(path: Path | str) -> dict[int, str]:
-    """Return GPU names by id, omitting GPUs that the export doesn't name."""
+    """Return the names of GPUs by id. GPUs that the export doesn't name are omitted."""
     with _reading(path) as connection:
         has_names = {"id", "name"} <= _columns(connection, GPUS)
         rows = _rows(connection, GPUS, ["id", "name"]) if has_names else ()
@@ -173,7 +173,7 @@ def device_names(path: Path | str) -> dict[int, str]:
 
 
 def waiting_calls(path: Path | str) -> pd.DataFrame:
-    """Return the long host calls, with the columns kind ("call"), name, key (the thread's), start_ns and end_ns.
+    """Return long host calls, with the columns kind ("call"), name, key (of the thread), start_ns and end_ns.
 
     Launches are omitted unless they are slow. The result is empty if the export does not name calls.
     """
@@ -205,8 +205,8 @@ def nccl_payloads(path: Path | str) -> pd.DataFrame:
     Only exports made with ``--include-json=true`` contain these payloads. For other exports, the result is empty.
 
     Returns:
-        One row per range: key (the thread's), start_ns, end_ns, message_bytes, and communicator (NCCL's id as
-        text, which is the same on all ranks; "" if unknown).
+        One row per range with the columns key (of the thread), start_ns, end_ns, message_bytes, and communicator
+        (NCCL's id as text, which is the same on all ranks; "" if unknown).
     """
     with _reading(path) as connection:
         table, name = _nvtx_table_and_name(connection)
@@ -225,7 +225,7 @@ def nccl_payloads(path: Path | str) -> pd.DataFrame:
 
 
 def _message(payload: object) -> tuple[int | None, str]:
-    """Return an NCCL payload's message size in bytes (None if unknown) and communicator ("" if unknown)."""
+    """Return the message size in bytes (None if unknown) and the communicator ("" if unknown) in a payload."""
     try:
         content = json.loads(payload) if isinstance(payload, str) else None
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
@@ -239,10 +239,14 @@ def _message(payload: object) -> tuple[int | None, str]:
 
 @contextmanager
 def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
-    """Open an export read-only, and raise sqlite's errors as TraceError."""
+    """Open an export read-only.
+
+    Raises:
+        TraceError: If SQLite can't read the export, which may also happen within the ``with`` block.
+    """
     path = Path(path)
     if not path.is_file():
-        raise TraceError(f"{path}: no such file; expected the sqlite export of a capture")
+        raise TraceError(f"{path}: no such file; expected the SQLite export of a capture")
     try:
         with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
             for (view,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'"):
@@ -264,7 +268,7 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
 
 
 def _diagnostics_text(connection: sqlite3.Connection) -> str:
-    """Return nsys's own diagnostics, to be appended to an error message."""
+    """Return nsys's own diagnostics in a form that can be appended to an error message."""
     rows = _rows(connection, DIAGNOSTICS, ["severity", "text"], "text IS NOT NULL")
     messages = sorted(
         {(-severity, one_line(text, 200)) for severity, text in rows if isinstance(severity, int)}
@@ -285,14 +289,14 @@ def _has_table(connection: sqlite3.Connection, table: str) -> bool:
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> set[str]:
-    """Return a table's columns; empty if there is no such table."""
+    """Return the names of a table's columns, or an empty set if there is no such table."""
     return {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
 
 
 def _nvtx_table_and_name(connection: sqlite3.Connection) -> tuple[str, str]:
     """Return the table of NVTX events, and the SQL expression for an event's name.
 
-    The name is the event's text, or a registered string in exports that have such strings.
+    The name is the event's text, or, in exports with registered strings, the string to which the event refers.
     """
     table = next((name for name in NVTX_TABLES if _has_table(connection, name)), NVTX_TABLES[0])
     registered_text = f"(SELECT value FROM {STRINGS} WHERE id = textId)"
@@ -303,7 +307,7 @@ def _nvtx_table_and_name(connection: sqlite3.Connection) -> tuple[str, str]:
 def _rows(
     connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1"
 ) -> Iterable[tuple]:
-    """Select rows in the table's order. An export without such events has no table; the result is then empty."""
+    """Select rows in the table's order. If an export has no such table, the result is empty."""
     if not _has_table(connection, table):
         return ()
     return connection.execute(
@@ -312,7 +316,7 @@ def _rows(
 
 
 def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
-    """Read columns in the table's order without creating Python objects for rows; return None without rows."""
+    """Read columns in the table's order, without a Python object per row; return None if there are no rows."""
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         if not _has_table(connection, table):
             return None
@@ -336,7 +340,7 @@ def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: 
 
 
 def _integer_columns(path: Path | str, table: str, columns: Sequence[str], where: str = "1") -> np.ndarray:
-    """Read columns of a table as int64, (columns, rows); NULL becomes -1.
+    """Read columns of a table as an int64 array of shape (columns, rows), in which NULL becomes -1.
 
     Raises:
         TraceError: If a value is not an integer, or is missing in one of NOT_NULL_COLUMNS; if a time or
@@ -347,7 +351,7 @@ def _integer_columns(path: Path | str, table: str, columns: Sequence[str], where
 
 
 def _check_values(path: Path | str, table: str, rows: pa.Table) -> np.ndarray:
-    """Check and convert the rows that ``_integer_columns`` reads."""
+    """Check the rows that ``_integer_columns`` reads, and convert them to an array."""
     values = {}
     for name, column in zip(rows.column_names, rows.columns):
         if not pa.types.is_int64(column.type):
@@ -379,7 +383,7 @@ def _check_values(path: Path | str, table: str, rows: pa.Table) -> np.ndarray:
 def _operations(
     path: Path | str, connection: sqlite3.Connection, whole_graphs: bool
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """Return ``load_trace``'s operations before attribution, and the globalPid of each."""
+    """Return the operations of ``load_trace`` before attribution, and the globalPid of each operation."""
     name_ids = {"kernel": "demangledName", "memcpy": "copyKind", "memset": "0"}
     copy_labels = COPY_LABELS | dict(_rows(connection, COPY_KINDS, ["id", "label"]))
     copies = {i: f"[CUDA memcpy {label}]" for i, label in copy_labels.items()}
@@ -419,9 +423,9 @@ def _operations(
 
 
 def _graph_replays(path: Path | str, connection: sqlite3.Connection, names: dict[str, int]) -> np.ndarray:
-    """Return the replays of CUDA graphs that were traced as a whole, as kernels named after their graph.
+    """Return the replays of CUDA graphs that were traced as a whole, as kernels that are named after the graph.
 
-    The rows of the array are those that ``_operations`` concatenates.
+    The array has the same rows as the arrays that ``_operations`` concatenates.
     """
     columns = _columns(connection, GRAPHS)
     defaults = {"streamId": "0", "correlationId": "-1", "graphId": "-1"}
@@ -446,8 +450,8 @@ def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
 def _events(path: Path | str, types: tuple[int, ...]) -> tuple[np.ndarray, pa.DictionaryArray]:
     """Return all NVTX events of these types, and their names.
 
-    The events are an array, (5, n), of start, end, whether the event is still open (end is then start), globalTid
-    and domain.
+    The events are an array of shape (5, events) with the rows start, end, whether the event is still open (in
+    which case its end is its start), globalTid and domain.
     """
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         table, range_name = _nvtx_table_and_name(connection)
@@ -473,7 +477,7 @@ def _ranges(
     domains: Sequence[str] | None,
     capture_end: int,
 ) -> pd.DataFrame:
-    """Return the ranges for Records. Ranges that are still open end with the capture."""
+    """Return the ranges in the format of ``Records.ranges``. Ranges that are still open end with the capture."""
     start, end, still_open, thread, domain = events
     end = np.where(still_open, np.maximum(start + 1, capture_end), end)
     is_kept = np.full(len(start), True)

@@ -63,7 +63,7 @@ def split_name(name: str) -> Parts:
 
 
 def _is_nested_scope(name: str, start: int) -> bool:
-    """Return whether ``::`` follows the parentheses at ``start``, which then belong to a lambda's function."""
+    """Return whether ``::`` follows the parentheses at ``start``, as for a function that contains a lambda."""
     depth = 0
     for end in range(start, len(name)):
         char = name[end]
@@ -74,7 +74,7 @@ def _is_nested_scope(name: str, start: int) -> bool:
 
 
 def _split_mangled(name: str) -> Parts:
-    """Split a mangled name: each identifier follows its length, and the path ends at the first ``I``."""
+    """Split a mangled name, in which each identifier follows its length, and the path ends at the first ``I``."""
     path: list[str] = []
     template: list[str] = []
     parts = path
@@ -105,7 +105,7 @@ def words(text: str) -> str:
 
 
 def identifiers(template: str) -> list[str]:
-    """Return the qualified names in template arguments, in order, without the parameter lists of functions."""
+    """Return the qualified names in template arguments, in order, excluding functions' parameter lists."""
     kept, depth = [], 0
     for char in template:
         depth += char == "("
@@ -127,8 +127,8 @@ _GENERIC_WORDS = re.compile(
 def short_name(name: str) -> str:
     """Return a kernel's function name and the informative words of its template arguments.
 
-    For example, elementwise_kernel<direct_copy_kernel_cuda float>. Different kernels may share a short name; use
-    ``short_names`` for a table.
+    An example is elementwise_kernel<direct_copy_kernel_cuda float>. Different kernels may have the same short
+    name, so use ``short_names`` for tables.
     """
     if name.startswith(("Memcpy", "Memset")):  # torch.profiler's copies: "Memcpy DtoD (Device -> Device)"
         return name.partition(" (")[0]
@@ -147,7 +147,7 @@ def short_name(name: str) -> str:
 def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
     """Return a short name for each distinct name, with at most ``width`` characters.
 
-    If several names would get the same short name, the later ones are numbered.
+    If several names have the same short name, a number is appended to each one but the first.
     """
     short: dict[str, str] = {}
     for name in dict.fromkeys(names):
@@ -161,7 +161,7 @@ def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
 
 
 def _cut(text: str, width: int) -> str:
-    """Shorten a text to ``width`` characters; cut it in the middle, because names differ at their ends."""
+    """Shorten a text to ``width`` characters by removing its middle, because names often differ at their ends."""
     if len(text) <= width:
         return text
     half = width // 2

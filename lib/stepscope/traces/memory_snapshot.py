@@ -22,10 +22,10 @@ RANGES_FILE = "stepscope/model/ranges.py"  # wraps the model's methods, and allo
 def allocations(snapshot: dict) -> pd.DataFrame:
     """Return one row per allocation in the first device's history, in order, with :data:`COLUMNS`.
 
-    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are event numbers, which count
-    allocations and frees together from 0; ``freed_at`` is infinite for memory that is still allocated. ``line``
-    is the innermost line of this package or of torch's optimizers, as ``path:line``. It is empty in backward,
-    where no Python code runs.
+    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are the numbers of events;
+    allocations and frees are numbered together, from 0. ``freed_at`` is infinite if the memory is still
+    allocated. ``line`` is the innermost line in this package or in torch's optimizers, as ``path:line``. It is
+    empty in backward, where no Python code runs.
     """
     rows: list[list[Any]] = []
     open_at: dict[int, int] = {}
@@ -45,9 +45,9 @@ def allocations(snapshot: dict) -> pd.DataFrame:
 
 
 def line_of(frames: list[dict]) -> str:
-    """Return "path:line" of the innermost frame in this package or torch's optimizers.
+    """Return the "path:line" of the innermost frame in this package or in torch's optimizers.
 
-    Frames in the module that opens ranges are skipped.
+    Frames in the module that opens ranges are skipped. If no other frame remains, return "".
     """
     for frame in frames:
         match = PORTABLE_PATH.search(frame["filename"])
@@ -60,8 +60,8 @@ def line_of(frames: list[dict]) -> str:
 def portable(snapshot: dict) -> bytes:
     """Pickle a snapshot for PyTorch's memory viewer, without absolute paths, so that it can be shared.
 
-    Stacks keep only the frames of this package and of installed packages, with relative file names such as
-    ``stepscope/...`` and ``torch/...``. Equal stacks are stored once.
+    Stacks keep only the frames in this package and in installed packages, with relative file names such as
+    ``stepscope/...`` and ``torch/...``. Identical stacks are stored only once.
     """
     frames_by_location: dict[tuple, dict] = {}
     stacks: dict[tuple, list[dict]] = {}

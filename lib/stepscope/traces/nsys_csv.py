@@ -1,8 +1,8 @@
 """Parse the CSV reports of ``nsys stats --format csv`` into DataFrames.
 
-nsys writes tables for people: headings contain units that change with ``--timeunit``, redirected output starts
-with progress messages and notices, and an empty report is a sentence. Our columns are nsys's headings in snake
-case, including the unit: ``Total Time (ns)`` becomes ``total_time_ns``.
+nsys writes its tables for people: headings contain units that change with ``--timeunit``, redirected output starts
+with progress messages and notices, and an empty report consists of a sentence. Our columns are nsys's headings in
+snake case, including the unit: ``Total Time (ns)`` becomes ``total_time_ns``.
 """
 
 import codecs
@@ -73,22 +73,22 @@ EXPECTED = "expected a report of nsys stats --format csv"
 
 
 def read_nsys_csv(path: Path | str) -> pd.DataFrame:
-    """Read a report of ``nsys stats --format csv`` (2022 to 2026): a file from nsys, or its redirected output.
+    """Read a report from ``nsys stats --format csv`` (2022 to 2026): a file that nsys wrote, or redirected output.
 
     Args:
-        path: one of the reports in :data:`REPORTS`, with or without more columns.
+        path: the path of one of the reports in :data:`REPORTS`, possibly with additional columns.
 
     Returns:
         One row per line of the report, in the report's order. Columns are nsys's headings in snake case with their
-        units. Times are in nanoseconds: int64 if they are counts (``total_time_ns``, ``start_ns``), float64 if
-        they are averages (``avg_ns``). Columns that end with ``_mb`` are in 10^6 bytes, and columns that end with
-        ``_percent`` are percentages. Counts and ids are int64, or Int64 if some rows have none. The report's name
-        is in ``attrs["report"]``. If the report says that the capture has no such data, the table is empty; it
-        has the columns of REPORTS if the file name contains the report's name.
+        units. Times are in nanoseconds: int64 for single times and totals (``start_ns``, ``total_time_ns``), and
+        float64 for averages (``avg_ns``). Columns that end with ``_mb`` are in 10^6 bytes, and columns that end
+        with ``_percent`` are percentages. Counts and ids are int64, or Int64 if they are missing in some rows.
+        The report's name is in ``attrs["report"]``. If the report says that the capture contains no such data,
+        the table is empty, and has the columns in REPORTS if the file name ends with the report's name.
 
     Raises:
-        TraceError: If the file cannot be read, is not such a report, or contains several reports; if a line is cut
-            off; or if numbers have thousands separators or a decimal comma.
+        TraceError: If the file can't be read, is not such a report, or contains several reports; if a line is
+            truncated; or if numbers have thousands separators or a decimal comma.
     """
     path = Path(path)
     try:
@@ -99,20 +99,20 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
 
 
 def decode_text(data: bytes, errors: str = "strict") -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark, as written by ``>`` in PowerShell."""
+    """Decode UTF-8, or UTF-16 with a byte order mark (which ``>`` in PowerShell writes)."""
     is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors)
 
 
 def is_report(text: str) -> bool:
-    """Return whether a text is an nsys report, possibly in a format that ``parse_nsys_csv`` rejects."""
+    """Return whether a text is a report from nsys, possibly in a format that ``parse_nsys_csv`` rejects."""
     return bool(NO_DATA.search(text) or TEXT_TABLE.search(text) or _separator(text)) or any(
         map(report_with_headings, text.splitlines())
     )
 
 
 def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
-    """Parse a report's text as ``read_nsys_csv`` does; the path is for error messages."""
+    """Parse the text of a report as ``read_nsys_csv`` does. The path is for error messages."""
     lines = text.splitlines()
     heading_lines = [
         (index, report) for index, line in enumerate(lines) if (report := report_with_headings(line))
@@ -146,7 +146,7 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
     if (is_cut_off := table.iloc[:, -1].isna()).any():  # nsys never leaves the last column empty
         line = lines[first + 1 + int(is_cut_off.argmax())]
         raise TraceError(
-            f"{path}: the line {line[:80]!r} is cut off; expected a value under each of"
+            f"{path}: the line {line[:80]!r} is truncated; expected a value under each of"
             f" {table.shape[1]} headings"
         )
     columns = {column_name(heading): _convert_column(heading, table[heading], path) for heading in table}
@@ -158,7 +158,7 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
 
 
 def report_with_headings(line: str) -> str | None:
-    """Return the report that has this line of headings; None for any other line."""
+    """Return the name of the report that has this line of headings, or None for any other line."""
     if "," not in line:
         return None
     try:
@@ -173,7 +173,7 @@ def report_with_headings(line: str) -> str | None:
 
 
 def _separator(text: str) -> str | None:
-    """Return the separator of a report that does not use commas, or None."""
+    """Return the separator in a report if it isn't a comma, or None if no such report is found."""
     for separator in OTHER_SEPARATORS:
         lines = [line.replace(separator, ",") for line in text.splitlines() if separator in line]
         if any(map(report_with_headings, lines)):
@@ -191,7 +191,11 @@ def column_name(heading: str) -> str:
 
 
 def _empty_table(text: str, path: Path) -> pd.DataFrame:
-    """Return an empty table if the report says that the capture has no such data; otherwise, raise TraceError."""
+    """Return an empty table if the report says that the capture contains no such data.
+
+    Raises:
+        TraceError: If the report doesn't say so.
+    """
     if TEXT_TABLE.search(text):
         raise TraceError(
             f"{path} is a report in text format; {EXPECTED}"
@@ -200,9 +204,7 @@ def _empty_table(text: str, path: Path) -> pd.DataFrame:
     if not NO_DATA.search(text):
         separator = _separator(text)
         hint = f" (its columns are separated by {OTHER_SEPARATORS[separator]})" if separator else ""
-        raise TraceError(
-            f"{path}: found {text.strip()[:80]!r}{hint}; {EXPECTED}, one of {', '.join(REPORTS)}"
-        )
+        raise TraceError(f"{path}: got {text.strip()[:80]!r}{hint}; {EXPECTED}, one of {', '.join(REPORTS)}")
     report = next((name for name in REPORTS if path.stem.endswith(name)), None)
     table = pd.DataFrame(
         {
@@ -215,9 +217,13 @@ def _empty_table(text: str, path: Path) -> pd.DataFrame:
 
 
 def _convert_column(heading: str, column: pd.Series, path: Path | str) -> pd.Series:
-    """Convert a column: times become nanoseconds (integers unless they are averages), other numbers don't change.
+    """Convert times to nanoseconds, as integers unless they are averages; leave other numbers unchanged.
 
-    The columns in TEXT_COLUMNS stay text, and so do columns without a unit that contain values other than numbers.
+    The columns in TEXT_COLUMNS remain text, and so do columns without a unit that contain values other than
+    numbers.
+
+    Raises:
+        TraceError: If a column of times or counts contains other values.
     """
     name, unit = column_name(heading), heading.strip().removesuffix(")").partition("(")[2]
     if name in TEXT_COLUMNS:

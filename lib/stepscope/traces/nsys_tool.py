@@ -17,13 +17,14 @@ INSTALL_PATTERNS = (
 
 
 class NsysError(StepscopeError, RuntimeError):
-    """nsys is missing, is incomplete or has failed; the message quotes its output."""
+    """Raised if nsys is missing, is incomplete or has failed. The message quotes any output of nsys."""
 
 
 def find_nsys() -> Path | None:
-    """Return the nsys on the PATH, or else the newest nsys in the usual install folders; None if there is none.
+    """Return the path of nsys, or None if nsys isn't installed.
 
-    The copy inside Nsight Compute is the last choice.
+    The nsys on the PATH takes precedence over the newest nsys in the usual install folders, and the copy inside
+    Nsight Compute is the last choice.
     """
     if on_path := shutil.which("nsys"):
         return Path(on_path)
@@ -43,10 +44,10 @@ def nsys_version(nsys: Path) -> str:
 
 
 def missing_libraries(nsys: Path) -> list[str]:
-    """Return the shared libraries that nsys's importer cannot find; empty if nsys is complete.
+    """Return the shared libraries that nsys's importer can't find. The list is empty if nsys is complete.
 
-    The importer turns a capture into a report. The copy inside Nsight Compute lacks ``libdw.so.1`` and
-    ``libelf.so.1``, so it can capture but can't create reports.
+    The importer turns a capture into a report. The nsys inside Nsight Compute lacks ``libdw.so.1`` and
+    ``libelf.so.1``, so it can capture, but can't create reports.
     """
     program_path = Path(os.path.realpath(nsys))
     if program_path.stat().st_size < 4096:  # a wrapper script: check the program that it runs
@@ -68,7 +69,7 @@ def missing_libraries(nsys: Path) -> list[str]:
 
 
 def export_capture(nsys: Path, report: Path, export: Path) -> Path:
-    """Export a capture to sqlite, with the payloads of NVTX ranges if this nsys supports them.
+    """Export a capture to SQLite, with the payloads of NVTX ranges if this version of nsys supports them.
 
     Raises:
         NsysError: If nsys exported nothing; the message quotes its output.
@@ -84,10 +85,10 @@ def export_capture(nsys: Path, report: Path, export: Path) -> Path:
 
 
 def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str, Path]:
-    """Use ``nsys stats`` to write CSV reports to the folder of an export; return the reports' paths.
+    """Use ``nsys stats`` to write CSV reports to the folder of an export; return the paths of the reports by name.
 
     Raises:
-        NsysError: If nsys wrote no report; the message quotes the output of nsys.
+        NsysError: If nsys wrote no report; the message quotes its output.
     """
     # a copy, because nsys does not promise to leave its input unchanged
     copy = Path(shutil.copy(export, export.with_name("stats.sqlite")))
@@ -108,7 +109,7 @@ def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str
 
 
 def output_of(*command: str | Path) -> str:
-    """Run a command and return the end of its output."""
+    """Run a command; return the end of its output (stdout and stderr)."""
     return subprocess.run(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ).stdout[-2000:]

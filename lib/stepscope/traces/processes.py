@@ -1,8 +1,8 @@
 """Find the process that launched each GPU operation in a trace of several processes.
 
-A trace of torch.profiler contains one process, but people merge the traces of several ranks into one file. In
-such a file, correlation ids, thread ids and step numbers repeat, because each process has its own count. Host
-events name their process (``pid``), but GPU operations only name a device.
+A trace from torch.profiler contains one process, but users may merge the traces of several ranks into one file. In
+such a file, correlation ids, thread ids and step numbers repeat, because each process counts from the start. Host
+events name their process (``pid``), but GPU operations name only a device.
 """
 
 import re
@@ -14,13 +14,14 @@ MAX_PROCESS = 2**24  # a thread's key has 24 bits for its process
 
 
 class AmbiguousProcess(Exception):
-    """Several processes may have launched the same GPU operations; the message names these processes."""
+    """Raised if any of several processes may have launched a GPU operation. The message names these processes."""
 
 
 def process_numbers(names: list[str]) -> dict[str, int]:
     """Return a number for each process name, such as "11" or "[TP00] 11".
 
-    The numbers are the ids in the names if all ids are valid and different. Otherwise, count from 1.
+    The numbers are the ids in the names if all ids are valid and different. Otherwise, the processes are numbered
+    from 1.
     """
     unique = [*dict.fromkeys(names)]
     ids = [_id_of(name) for name in unique]
@@ -32,13 +33,13 @@ def process_numbers(names: list[str]) -> dict[str, int]:
 
 
 def _id_of(name: str) -> int:
-    """Return the id at the end of a process's name; 0 if there is none."""
+    """Return the id at the end of a process's name, or 0 if there is none."""
     match = _NUMBERED.fullmatch(name)
     return int(match[2]) if match else 0
 
 
 def label_of(name: str) -> str:
-    """Return the label before the id in a process's name: "[TP00]" for "[TP00] 11", "" for "11"."""
+    """Return the label before the id in a process's name: "[TP00]" for "[TP00] 11", and "" for "11"."""
     match = _NUMBERED.fullmatch(name)
     return match[1] if match else ""
 
@@ -55,17 +56,18 @@ def find_launching_processes(
     """Return the number of the process that launched each GPU operation, in file order.
 
     An operation belongs to the process with the same label. If several processes have this label, the operation
-    belongs to the only one that has a call with the same correlation id. If several have such a call, the
-    operation belongs to the process whose part of the file contains it.
+    belongs to the one that has a call with the same correlation id. If none or several of them have such a call,
+    the operation belongs to the process whose part of the file contains the operation.
 
     Args:
         is_work, is_launch: (events,) masks of the GPU operations, and of the runtime and driver calls.
-        process, correlation, thread: (events,) numbers; the process of a GPU operation is ignored.
-        names: the name of each thread's process, or of the device if the thread is a GPU operation's.
-        numbers: process numbers by name.
+        process, correlation, thread: (events,) the numbers of each event's process (ignored for GPU operations),
+            correlation and thread.
+        names: the name of each thread's process, or, for the threads of GPU operations, the device's name.
+        numbers: the number of each process, by name.
 
     Raises:
-        AmbiguousProcess: If several processes remain, because their parts of the file overlap.
+        AmbiguousProcess: If several processes remain because their parts of the file overlap.
     """
     rows = np.flatnonzero(is_work)
     launching = np.unique(process[is_launch])

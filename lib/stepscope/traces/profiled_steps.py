@@ -19,17 +19,17 @@ PROFILED_COLUMNS = ["case", "number", "phase", "name", "kernel_category", "start
 
 
 class CaptureError(StepscopeError, RuntimeError):
-    """GPU time cannot be determined from a trace; the message says why."""
+    """Raised if GPU time can't be determined from a trace. The message gives the reason."""
 
 
 def profiled_operations(trace: Path) -> pd.DataFrame:
-    """Return the operations that a trace's named phases launched, on any thread.
+    """Return the operations that were launched within the trace's named phases, on any thread.
 
     The columns are case, number and phase (from the name of the range that was open at the launch), name,
-    kernel_category, start_ns, end_ns, and in_graph (whether a CUDA graph launched the operation).
+    kernel_category, start_ns, end_ns, and in_graph (whether the operation is part of a CUDA graph).
 
     Raises:
-        CaptureError: If the trace has no named phases, or the launch of an operation is not in the trace.
+        CaptureError: If the trace has no named phases, or an operation's launch is missing from the trace.
         ConservationError: If two phases overlap.
         TraceError: If the trace cannot be read.
     """
@@ -39,11 +39,11 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
     is_phase = names.str.startswith(f"{RANGE}/")
     phases = records.ranges[is_phase]
     if phases.empty:
-        raise CaptureError("the trace has no named phases")
+        raise CaptureError("the trace contains no named phases")
     is_known, _, time_ns = join_launches(records)
     if not is_known.all():
         unknown = len(operations) - is_known.sum()
-        raise CaptureError(f"the launches of {unknown} of {len(operations)} operations are not in the trace")
+        raise CaptureError(f"the trace lacks the launches of {unknown} of {len(operations)} operations")
     open_phase = open_range(phases, records.process, time_ns, strict=(str(trace), "phase"))
     is_inside = open_phase >= 0
     inside = operations[is_inside]
@@ -66,7 +66,7 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
 
 
 def complete_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return the operations of each profiled step of a case, in order; drop steps that lost operations."""
+    """Return the operations of each profiled step of a case, in order, without steps that lost operations."""
     steps = [step for _, step in operations.groupby("number")]
     max_operations = max(map(len, steps), default=0)
     return [step for step in steps if len(step) == max_operations]
@@ -75,36 +75,40 @@ def complete_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
 def fastest_step(operations: pd.DataFrame) -> pd.DataFrame:
     """Return the operations of a case's fastest profiled step.
 
-    Disturbances only add GPU time, so the fastest step is the least disturbed.
+    Disturbances can only add GPU time, so the fastest step is the least disturbed one.
     """
     return min(complete_steps(operations), key=gpu_time_ms, default=operations)
 
 
 def median_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations of the step with the median GPU time, among the profiled steps of a case.
+    """Return the operations of the profiled step of a case that has the median GPU time.
 
-    Use it for power-limited runs, in which the SM clock fluctuates.
+    If the number of steps is even, the faster of the two middle steps counts. Use this function for power-limited
+    runs, in which the SM clock fluctuates.
     """
     steps = sorted(complete_steps(operations), key=gpu_time_ms)
     return steps[(len(steps) - 1) // 2] if steps else operations
 
 
 def gpu_time_ms(operations: pd.DataFrame) -> float:
-    """Return the time in ms during which at least one operation runs (the union of their intervals)."""
+    """Return the time in ms during which at least one operation runs (the length of the intervals' union)."""
     starts = operations["start_ns"].to_numpy()
     ends = operations["end_ns"].to_numpy()
     return union(starts, ends) / 1e6
 
 
 def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
-    """Return ``gpu_ms`` (see :func:`gpu_time_ms`) and the number of ``operations``; NaN if there are none."""
+    """Return ``gpu_ms`` (see :func:`gpu_time_ms`) and the number of ``operations``, or NaN if there are none."""
     if operations.empty:
         return {"gpu_ms": np.nan, "operations": np.nan}
     return {"gpu_ms": gpu_time_ms(operations), "operations": float(len(operations))}
 
 
 def by_name(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return ``count`` and ``gpu_ms`` of a step's operations by phase and name, longest first in each phase."""
+    """Return the ``count`` and ``gpu_ms`` of a step's operations by phase and name.
+
+    In each phase, the operations with the longest total time come first.
+    """
     duration_ns = operations["end_ns"] - operations["start_ns"]
     timed = operations.assign(gpu_ms=duration_ns / 1e6)
     keys = ["phase", "name", "kernel_category"]

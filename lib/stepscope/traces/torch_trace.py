@@ -1,8 +1,8 @@
-"""Read torch.profiler's traces (JSON, optionally gzipped) into the same records as nsys's exports.
+"""Read traces from torch.profiler (JSON, optionally gzipped) into the same records as nsys's exports.
 
-On a GPU, kernels come from CUPTI (as in nsys), or from the tracers of ROCm or XPU. This project's own CPU traces
-have no kernels. Instead, each operator that does work counts as an operation, with its self time, and as its own
-launch.
+On a GPU, kernels come from CUPTI (as in nsys), or from the tracers of ROCm or XPU. This project's own traces of a
+CPU contain no kernels. Instead, each operator that does work counts as an operation, with its self time, and as
+its own launch.
 """
 
 import gzip
@@ -100,18 +100,18 @@ HOST_KINDS = {
     RANGE: "range",
     FRAME: "frame",
 }
-EXPECTED = "expected torch.profiler's trace: JSON with a list traceEvents of events"
+EXPECTED = "expected a trace from torch.profiler: JSON with a list of events called traceEvents"
 
 
 def load_torch_trace(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Load all operations and ranges of one of this project's traces, and totals for ``check_conservation``.
+    """Load all operations and ranges of one of this project's traces, and the totals for ``check_conservation``.
 
     Returns:
         operations, ranges: as in ``export.load_trace``.
         totals: the number of operations and their duration_ns, by kind.
 
     Raises:
-        TraceError: If the file is not such a trace, or if an event has unusable times or ids.
+        TraceError: If the file is not a trace from torch.profiler, or an event has unusable times or ids.
         ConservationError: If two phases or two steps overlap.
     """
     records = records_of_own_trace(path)
@@ -121,7 +121,7 @@ def load_torch_trace(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
 
 
 def records_of_own_trace(path: Path) -> Records:
-    """Read the records of one of this project's traces, omitting torch's ranges, whose names contain "#".
+    """Read the records of one of this project's traces, without PyTorch's ranges, whose names contain "#".
 
     Raises:
         TraceError: As in ``load_torch_trace``.
@@ -139,7 +139,7 @@ def is_cpu_work(name: str) -> bool:
 
 
 def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
-    """Return a CPU's operators with their self times, and gloo's collectives.
+    """Return the CPU operators in a trace with their self times, and gloo's collectives, as operations.
 
     The collectives are assigned to a second stream.
     """
@@ -150,10 +150,10 @@ def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def self_times(operators: pd.DataFrame) -> pd.DataFrame:
-    """Replace operators' times with their self times, which exclude the durations of their children.
+    """Replace the times of operators with their self times, which exclude the durations of their children.
 
-    Within an outermost operator, each operator's self time is placed before the times of its children. So self
-    times don't overlap, and together they last as long as the outermost operator.
+    Within an outermost operator, the self time of each operator is placed before the times of its children.
+    Therefore, self times don't overlap, and together they last as long as the outermost operator.
     """
     thread, start, end = (operators[column].to_numpy() for column in ("key", "start", "end"))
     _, parent, _ = enclosing(thread, start, end, thread[:0], start[:0])
@@ -173,12 +173,14 @@ def self_times(operators: pd.DataFrame) -> pd.DataFrame:
 def build_records(
     path: str, events: pd.DataFrame, work: pd.DataFrame, ranges: np.ndarray | bool = True
 ) -> tuple[Records, np.ndarray]:
-    """Return a trace's records, and the "External id" of each operation's launch (the operation's own id if none).
+    """Return a trace's records, and the "External id" of each operation's launch.
+
+    If a launch has no such id, use the id of the operation itself.
 
     Args:
         path: the file, for error messages.
         events: the events of a Trace.
-        work: the events that are operations. A CPU's operators are their own launches.
+        work: the events that are operations. CPU operators are their own launches.
         ranges: a mask of the events that may be ranges.
     """
     work = work.sort_values("start", kind="stable")
@@ -210,7 +212,7 @@ def build_records(
 
 
 def build_ranges(events: pd.DataFrame) -> pd.DataFrame:
-    """Convert events to the ranges of Records."""
+    """Convert events to ranges, in the format of ``Records.ranges``."""
     rows = events.sort_values(["key", "start", "end"], ignore_index=True, ascending=[True, True, False])
     return pd.DataFrame(
         {
@@ -226,7 +228,7 @@ def build_ranges(events: pd.DataFrame) -> pd.DataFrame:
 def host_events(events: pd.DataFrame) -> pd.DataFrame:
     """Return the long host events: driver calls, operators, ranges and Python frames.
 
-    Columns: kind, name, key (the thread's), start_ns, end_ns.
+    Columns: kind, name, key (of the thread), start_ns, end_ns.
     """
     rows = events[events["cat"].isin(HOST_KINDS) & (events["end"] - events["start"] >= SHORT_NS)]
     return pd.DataFrame(
@@ -242,12 +244,12 @@ def host_events(events: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass
 class Trace:
-    """A trace's complete events.
+    """The contents of a trace.
 
-    events: one row per event with :data:`COLUMNS`. cat and name are categorical. key is the process number times
-        2^24 plus a thread number; the process of a GPU operation is the one that launched it. Times are in ns, and
-        -1 means none.
-    operators: name, "Input Dims" and "Input type" by external id, for operators whose shapes determine their
+    events: one row per complete event, with the columns :data:`COLUMNS`. cat and name are categorical. key is the
+        process number times 2^24, plus a thread number; the process of a GPU operation is the process that
+        launched it. Times are in ns, and -1 means none.
+    operators: by external id, the name, "Input Dims" and "Input type" of operators whose shapes determine their
         work.
     header: the rest of the trace, such as devices and ranks.
     shapes: whether shapes were recorded.
@@ -255,11 +257,12 @@ class Trace:
     unread: the number of complete events in each category that we don't read.
     xla: whether the trace names devices as XLA does (JAX, TensorFlow).
     unfinished: the number of host events that were dropped because they end before they start.
-    messages: for each collective, by its row in ``events``, the size in bytes of the larger of its input and
-        output, and the number of GPUs.
-    communicators: for each collective, by its row in ``events``, the process group, as a text that is the same on
-        all ranks.
-    gpu_ranges: name, start and end (ns) of each range on the GPU's timeline, from its first to its last operation.
+    messages: for each collective, keyed by its row in ``events``, the size in bytes of its input or output,
+        whichever is larger, and the number of GPUs.
+    communicators: for each collective, keyed by its row in ``events``, the process group, as text that is the
+        same on all ranks.
+    gpu_ranges: the name, start and end (in ns) of each range on the GPU's timeline, where a range lasts from its
+        first operation to the end of its last.
     """
 
     events: pd.DataFrame
@@ -279,7 +282,7 @@ _OPERATOR, _RANGE, _FRAME = CODES[OPERATOR], CODES[RANGE], CODES[FRAME]
 
 
 class _Reader:
-    """Collects the numbers of a trace's events while the JSON is parsed."""
+    """Collects the numbers in a trace's events while the JSON is parsed."""
 
     def __init__(self, path: Path, shaped: re.Pattern | None, strict: bool = False):
         self.path, self.shaped, self.strict = path, shaped, strict
@@ -295,7 +298,7 @@ class _Reader:
         self.gpu_ranges: list[tuple[str, int, int]] = []
 
     def take(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Store an event's numbers and return None, which frees the event; return any other object unchanged."""
+        """Store an event's numbers and return None, so that the event is freed; return other objects unchanged."""
         if "ph" not in event:
             return event
         if event["ph"] != "X":
@@ -314,7 +317,7 @@ class _Reader:
     def keep_event(self, event: dict[str, Any], category: str, code: int) -> None:
         """Store the numbers of an event.
 
-        A trace has millions of events, so only the fields of the event's category are looked up, and
+        Because a trace has millions of events, only the fields of the event's category are looked up, and
         ``have_usable_numbers`` later checks all events at once.
 
         Raises:
@@ -398,7 +401,7 @@ _EXACT_TIME = re.compile(r"-?\d{1,20}(\.\d{1,12})?")
 
 
 def _exact_time(time: Any) -> float | int | Decimal:
-    """Convert a time in microseconds to a number; some tools write times as text.
+    """Convert a time in microseconds to a number, because some tools write times as text.
 
     Raises:
         ValueError, TypeError: If the value is neither a number nor text that contains only a number.
@@ -423,13 +426,13 @@ def _message_size(args: dict[str, Any]) -> tuple[int, int]:
 
 
 def _communicator(args: dict[str, Any]) -> str:
-    """Return the name and the ranks of a collective's process group; "" if unknown."""
+    """Return the name and the ranks of a collective's process group as text, or "" if both are unknown."""
     parts = [args.get("Process Group Name"), args.get("Process Group Ranks")]
     return " ".join(part for part in parts if isinstance(part, str))
 
 
 def _is_xla_process_name(event: dict) -> bool:
-    """Return whether a metadata event names a process as XLA's profiler does: "/device:GPU:0" or "/host:CPU"."""
+    """Return whether a metadata event names a process like XLA's profiler: "/device:GPU:0" or "/host:CPU"."""
     args = event.get("args")
     name = args.get("name") if event.get("name") == "process_name" and type(args) is dict else None
     return type(name) is str and name.startswith(("/device:", "/host:"))
@@ -452,13 +455,14 @@ def have_usable_numbers(numbers: np.ndarray) -> np.ndarray:
 
 
 def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
-    """Read a trace; keep only its text and numbers in memory, instead of one object per event.
+    """Read a trace. To save memory, keep only its text and numbers instead of one object per event.
 
     Args:
-        shaped: a pattern for the operators whose shapes are kept.
+        shaped: a pattern that matches the operators whose shapes are kept, or None to keep no shapes.
 
     Raises:
-        TraceError: If the file is not such a trace or is cut off, or if an event has unusable times or ids.
+        TraceError: If the file is not a trace from torch.profiler or is truncated, or if an event has unusable
+            times or ids.
     """
     reader = _Reader(path, shaped)
     with open_capture(path) as file:
@@ -495,7 +499,7 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
     """Return the key of each event's process and thread, and the name of each process by number.
 
     Raises:
-        TraceError: If GPU operations may belong to any of several processes.
+        TraceError: If a GPU operation may belong to any of several processes.
     """
     category, _, thread, _, _, correlation, *_ = numbers.T
     is_work, is_launch = category < len(WORK), (category >= len(WORK)) & (category < _OPERATOR)
@@ -517,9 +521,9 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
 
 
 def _parse_json(path: Path, text: str, reader: _Reader) -> Any:
-    """Parse a trace's JSON; meanwhile, the reader stores and removes the events.
+    """Parse a trace's JSON. While it is parsed, the reader stores and removes the events.
 
-    Control characters in names are accepted, because kineto wrote names unescaped.
+    Control characters in names are accepted, because some versions of Kineto don't escape names.
 
     Raises:
         TraceError: If the text is not valid JSON, or the reader rejects an event.
@@ -535,10 +539,10 @@ def _parse_json(path: Path, text: str, reader: _Reader) -> Any:
 
 
 def _json_problem(text: str, error: json.JSONDecodeError) -> str:
-    """Describe why and where a text is not valid JSON."""
+    """Describe where and why a text is not valid JSON."""
     position = error.pos
     if position >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
-        return f"the file is cut off: it ends within line {text.count(chr(10)) + 1:,}"
+        return f"the file is truncated: it ends within line {text.count(chr(10)) + 1:,}"
     location = f"not valid JSON in line {error.lineno:,}, column {error.colno:,}"
     excerpt = one_line(text[max(0, position - 20) : position + 20], 60)
     if "escape" in error.msg:
@@ -554,10 +558,10 @@ def _json_problem(text: str, error: json.JSONDecodeError) -> str:
 
 
 def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
-    """Return GPU names by the device ids of operations, omitting GPUs that the trace's header doesn't name.
+    """Return the names of GPUs, keyed by the device ids of operations. GPUs without a known name are omitted.
 
-    On ROCm, operations have agent ids, which also count CPU sockets, while the header counts only GPUs. Therefore,
-    the header's names are used only if they are all the same.
+    On ROCm, the ids of operations also count CPU sockets, but the ids in the trace's header count only GPUs.
+    Therefore, the header's names are used only if they are all the same.
     """
     listed = header.get("deviceProperties")
     name_by_id = {}
@@ -575,7 +579,7 @@ def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
 
 
 def no_work_error(path: str, trace: Trace) -> TraceError:
-    """Return an error that says that a trace has no GPU work, and how to record GPU work."""
+    """Return an error that says that a trace contains no GPU work, and how to record some."""
     accelerators = [category for category in trace.unread if ACCELERATOR.search(category)]
     operators = int((trace.events["cat"] == OPERATOR).sum())
     expected = "expected CUDA, ROCm or XPU kernels, recorded by torch.profiler"
@@ -587,7 +591,7 @@ def no_work_error(path: str, trace: Trace) -> TraceError:
         )
         return TraceError(f"{path} has {contents}; {expected}")
     if trace.xla:
-        return TraceError(f"{path} is a trace of XLA (JAX or TensorFlow); {expected}")
+        return TraceError(f"{path} is a trace from XLA (JAX or TensorFlow); {expected}")
     only_operators = f", only {operators:,} CPU operators" if operators else ""
     if any(APPLE.search(str(name)) for name in trace.events["name"].cat.categories):
         return TraceError(
@@ -595,13 +599,13 @@ def no_work_error(path: str, trace: Trace) -> TraceError:
             f" GPUs; {expected}"
         )
     return TraceError(
-        f"{path} has no GPU work{only_operators}; {expected} (use such a GPU, and"
+        f"{path} has no GPU work{only_operators}; {expected} (run on such a GPU, with"
         " activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or ProfilerActivity.XPU on an XPU)"
     )
 
 
 def _to_id(value: Any) -> int:
-    """Convert an id to an integer; ROCm writes "0x0", and None becomes -1."""
+    """Convert an id to an integer. Text such as "0x0", which ROCm writes, is parsed, and None becomes -1."""
     if type(value) is int:
         return value
     return -1 if value is None else int(value, 0)
@@ -614,13 +618,17 @@ def _event_problem(path: Path, event: dict, args: dict) -> str:
     text = ", ".join(f"{key} {value}" for key, value in values.items())
     return (
         f"{path}: the event {str(event.get('name'))[:80]!r} has {text};"
-        " expected times in microseconds, no negative duration, and whole numbers as ids"
+        " expected times in microseconds, durations of at least 0, and integers as ids"
     )
 
 
 @contextmanager
 def open_capture(path: Path) -> Iterator[IO[bytes]]:
-    """Open a capture for reading, and unzip it if necessary; report problems with the file as TraceError."""
+    """Open a capture for reading, and decompress it if necessary.
+
+    Raises:
+        TraceError: If the file can't be read, which may also happen within the ``with`` block.
+    """
     try:
         with path.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
