@@ -64,9 +64,7 @@ class Block(BaseModel):
                 f"{truncated_repr(twice[0])}: given more than once; specify each field once, in fixed or in axes"
             )
         if math.prod(map(len, self.axes.values())) > MAX_RUNS_PER_BLOCK:
-            raise ValueError(
-                f"axes: their product has too many runs; expected at most {MAX_RUNS_PER_BLOCK:,}"
-            )
+            raise ValueError(f"axes: got too many combinations; expected at most {MAX_RUNS_PER_BLOCK:,} runs")
         return self
 
 
