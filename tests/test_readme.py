@@ -100,7 +100,7 @@ def do(place, monkeypatch, capsys):
         assert command in RUN
         program, *arguments = shlex.split(command)
         arguments = [replaced.get(argument, argument) for argument in arguments]
-        if program == "stepscope":  # in this process, because importing the modules again would take long
+        if program == "stepscope":  # in this process, because importing the modules again would take too long
             code = call(program, *arguments)
             output = "".join(capsys.readouterr())
         else:

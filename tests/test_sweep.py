@@ -159,7 +159,7 @@ def test_run_is_repeated_once_when_its_worker_dies(sweep, store, faults):
     assert ended(int((faults / "child").read_text()))
 
 
-def test_no_run_starts_after_the_time_budget(sweep, store, monkeypatch):
+def test_no_run_starts_after_the_time_budget_is_used_up(sweep, store, monkeypatch):
     end = sweep([0, 30], SweepOptions(time_budget_s=0))
     assert end.stopped_by == "the time budget" and len(end.left) == 2 and not store.records()[0]
     # The run in progress may exceed the budget, and is kept.

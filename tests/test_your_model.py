@@ -615,7 +615,7 @@ def test_cuda_graph_is_not_tried_if_steps_do_different_work(simulated):
     made, stacks = simulated({"fp32": first, "cuda_graph": outcome("cuda_graph", 10.0)})
     row = made.steps.set_index("optimization").loc["cuda_graph"]
     assert "cuda_graph" not in stacks
-    assert row["status"] == "unsupported" and row["reason"].startswith("crop.py:12 does other work")
+    assert row["status"] == "unsupported" and row["reason"].startswith("crop.py:12 does different work")
 
 
 # -- time by module -------------------------------------------------------------------------------------------
@@ -735,7 +735,7 @@ def command(name, store, **environment):
     return steps
 
 
-def test_command_measures_a_network_that_synchronizes_and_names_the_line(store):
+def test_command_measures_a_synchronizing_network_and_reports_the_line(store):
     """Compilation is disabled: it takes half a minute in a new folder, and another test covers it."""
     steps = command("router", store, TORCHDYNAMO_DISABLE="1")
     where = "uncompiled, router.py:15 reads a number from the device"

@@ -26,7 +26,7 @@ HYPHENATED = {
     "alltoall": "all-to-all",
     "sendrecv": "send-recv",
 }
-MIN_OPS_TO_COMPARE = 5  # with fewer operations of the same name, we compute no typical time
+MIN_OPS_TO_COMPARE = 5  # with fewer operations of the same name, we don't compute a typical time
 WAITING_RATIO = 10  # an operation that takes more than this many times the median time of its name has waited
 
 

@@ -304,7 +304,7 @@ class Device:
 
     @cached_property
     def untraced_graphs(self) -> int:
-        """The number of CUDA graph launches within steps whose operations are missing from the capture.
+        """The number of CUDA graphs launched within steps without any of their operations in the capture.
 
         The GPU may be running these graphs when it appears idle. If there are no steps, all launches count.
         """

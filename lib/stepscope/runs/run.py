@@ -179,7 +179,7 @@ def _tidy(folder: Path, status: str, keep_images: bool) -> None:
     failed).
     """
     (folder / OUTCOME).unlink(missing_ok=True)
-    # rm also removes folders without our write bit
+    # rm also removes folders that their owner may not write to
     subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)
     if (notebook := folder / NOTEBOOK).is_file():
         content = json.loads(notebook.read_text(encoding="utf-8"))

@@ -243,10 +243,10 @@ def layer_norm(data: Views) -> pd.DataFrame:
 
 
 def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
-    """Return the expected share of values outside fp16's range, for mean and squares (NaN for other parts).
+    """Return the expected share of values outside fp16's range, for the mean and the squares (NaN for other parts).
 
     The mean of n inputs has the standard deviation of one input divided by √n. An input's square is outside the
-    range if the magnitude of the input is outside the range's square roots.
+    range if the input's magnitude is outside the square roots of the range's limits.
     """
     of_mean = rows["scale"] / math.sqrt(NORM_FEATURES)
     by_mean = _outside(FP16_MIN / of_mean, FP16_MAX / of_mean)

@@ -188,9 +188,9 @@ def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
 
 
 def _failure(folder: Path, name: str, reason: str) -> tuple[str, str]:
-    """Return the status and the reason of a failed measurement, from the error that a rank wrote.
+    """Return the status of a failed measurement and the reason for the failure, from the error that a rank wrote.
 
-    If no rank wrote an error, the reason is ``reason`` with the last line of the ranks' output.
+    If no rank wrote an error, the reason is ``reason`` followed by the last line of the ranks' output.
     """
     with suppress(OSError, ValueError):
         error = json.loads((folder / ERROR).read_text())

@@ -45,7 +45,7 @@ NSYS_OPTIONS = [
     "--capture-range-end=repeat:1",
 ]
 IMPORTS = "import torch\n\nfrom stepscope.model.ranges import nvtx_range\n\n\n"
-# nsys reports that contain sums, and the kinds of operations that each report sums.
+# nsys's summary reports, and the kinds of operations that each of them covers.
 NSYS_SUMS = {"cuda_gpu_kern_sum": ["kernel"], "cuda_gpu_mem_time_sum": ["memcpy", "memset"]}
 REPORTS = (*NSYS_SUMS, "cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_kern_sum")
 # Names for operations outside all regions, by phase. In backward, autograd itself runs such operations, to add up
