@@ -198,7 +198,8 @@ def profile_ranks(
     lines = rank_lines(gpus, names)
     if not lines:
         raise TraceError(
-            f"{paths[0]}: no collective in common with the other captures; expected captures of the same steps on different ranks"
+            f"{paths[0]}: no collective in common with the other captures; expected captures of the same steps"
+            " on different ranks"
         )
     files = ", ".join(clean(Path(gpu.capture.path).name) for gpu in gpus)
     return [Line("capture", f"{counted(paths, 'capture')}: {files}", {"captures": len(paths)}), *lines]

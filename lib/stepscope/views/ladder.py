@@ -359,7 +359,8 @@ def ablations(data: Views) -> pd.DataFrame:
       CUDA graph); missing if the difference is too small to be conclusive.
     * ``repeat_ratio``: for a step that one process measured twice, the longer GPU time divided by the shorter
       one. (The step without bf16 weights is the ladder's step with the CUDA graph, and the step without bf16
-      moments is the ladder's step with bf16 weights, so both are measured twice.) ``power_limited`` is true if both measurements were power-limited.
+      moments is the ladder's step with bf16 weights, so both are measured twice.) ``power_limited``
+      is true if both measurements were power-limited.
     """
     rows = timed(data, [*WITHOUT])
     left_out = rows.optimization.map(dict(zip(WITHOUT, ABLATABLE)))

@@ -243,7 +243,7 @@ def layer_norm(data: Views) -> pd.DataFrame:
 
 
 def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
-    """Return the expected share of values outside fp16's range, for the mean and the squares (NaN for other parts).
+    """Return the expected share of means and of squares outside fp16's range (NaN for other parts).
 
     The mean of n inputs has the standard deviation of one input divided by √n. An input's square is outside the
     range if the input's magnitude is outside the square roots of the range's limits.
