@@ -111,8 +111,8 @@ class Ladder:
     def outcome_of(self, name: str, stack: tuple[str, ...]) -> Outcome:
         facts = self.outcomes[FP32].facts or {}
         if name == "cuda_graph" and facts.get("varying"):
-            reason = f"{facts['varying']} does different work in each step,"
-                " but a CUDA graph would replay the work of one step"
+            varies = f"{facts['varying']} does different work in each step"
+            reason = f"{varies}, but a CUDA graph would replay the work of one step"
             return Outcome({"status": "unsupported", "reason": reason})
         try:
             return self.call(measure_row, name, stack)
