@@ -1,12 +1,12 @@
-"""Compare capture readers by their run time, peak memory and the GPU time that they account for.
+"""Compare capture readers by run time, peak memory, and the GPU time that they account for.
 
     python -m bench [kernels]    synthetic captures (nsys and torch.profiler) with this many kernels
     python -m bench FILE         your own capture
 
 The programs read the same file one after another, each in a separate process. Holistic Trace Analysis and nsys-ai
 come with the extra "bench"; the output says which programs aren't installed. Before comparing readers on synthetic
-captures, we measure how long ``stepscope profile`` takes to print the first and last lines for a small capture,
-and how that compares with importing pandas.
+captures, we measure how long ``stepscope profile`` takes to print its first and last lines for a small capture,
+and compare the time until the first line with the time to import pandas.
 """
 
 import argparse
@@ -24,7 +24,10 @@ from stepscope.captures import EXAMPLE
 
 
 def compare(path: Path, kind: str) -> dict[str, Found]:
-    """Run each program on a file; print the results, with times relative to load_capture, and return them."""
+    """Run each program on a file; print and return its results.
+
+    The output shows each time, followed by its ratio to load_capture's time.
+    """
     found: dict[str, Found] = {}
     for program in PROGRAMS[kind]:
         # Each program runs in a new process, so that its peak memory excludes the other programs.
@@ -51,7 +54,7 @@ def compare(path: Path, kind: str) -> dict[str, Found]:
 
 
 def first_line() -> None:
-    """Time ``stepscope profile`` until its first and last lines; print the minima of three runs."""
+    """Measure when ``stepscope profile`` prints its first and last lines; print the minima over three runs."""
 
     def until(*command: str) -> tuple[float, float]:
         started = default_timer()

@@ -1,4 +1,4 @@
-"""Measure the memory throughput of AdamW's step on this GPU, as a fraction of the throughput of a copy.
+"""Measure the memory throughput of AdamW's step on this GPU, as a fraction of a memory copy's throughput.
 
     python -m bench.adamw [layers]    the weights of this many Transformer layers of width 1,280
 
@@ -44,7 +44,7 @@ def matrices(layers: int, device: str) -> nn.Sequential:
 
 
 def shares(layers: int, device: str) -> dict[str, float]:
-    """Measure each optimizer's throughput; print and return it as a fraction of a copy's, by optimizer."""
+    """Print and return each optimizer's throughput as a fraction of a copy's throughput, keyed by optimizer."""
     copy, found = ceilings(device, [])["copy"], {}
     kinds: dict[str, tuple[int, bool, Callable[..., torch.optim.Optimizer]]] = {
         "PyTorch's fused AdamW": (28, False, lambda model: torch.optim.AdamW(model.parameters(), fused=True)),
@@ -60,7 +60,8 @@ def shares(layers: int, device: str) -> dict[str, float]:
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        back_to_back(optimizer.step, device, STEPS)  # warm up: compile the kernel, and let the CPU get ahead
+        # warm up: compile the kernel, and let the CPU run ahead of the GPU
+        back_to_back(optimizer.step, device, STEPS)
         step_ms = location(back_to_back(optimizer.step, device, STEPS))["median"]
         found[name] = moved * parameters / step_ms / 1e9 / copy
         print(f"  {name:<28}{found[name]:.1%} of the copy rate", flush=True)

@@ -2,8 +2,9 @@
 
     python -m bench.profiler_cost
 
-Each step runs naive attention at one context length. The profiler slows down the kernels themselves if, at the
-same SM clock, its wall time is longer and its total kernel time exceeds the wall time without the profiler.
+Each step runs naive attention at one context length. The profiler slows down the kernels themselves
+if, at the same SM clock, the profiled steps take more wall time and their total kernel time exceeds the wall
+time of the unprofiled steps.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ CONTEXT_LENGTHS = (1024, 2048, 4096)
 
 
 def naive_attention(tokens: int, heads: int = 32, d_head: int = 80, batch: int = 4) -> Callable[[], None]:
-    """Return a step that runs forward and backward of naive causal attention in bf16, eight times."""
+    """Return a step that runs the forward and backward passes of naive causal attention in bf16 eight times."""
     shape = (batch, heads, tokens, d_head)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     future = torch.ones(tokens, tokens, device="cuda", dtype=torch.bool).triu(1)

@@ -5,8 +5,8 @@
     python -m bench.public_ladder --runs runs/public --check          only small versions of the models, on the CPU
     python -m bench.public_ladder --runs runs/public --summary        only print the page docs/public-models.md
 
-The script needs transformers and torchvision, and skips the models of a package that isn't installed. A model
-takes a few minutes on a GPU, most of which is compilation.
+The script needs transformers and torchvision, and skips the models of a package that isn't installed. Each model
+takes a few minutes on a GPU, mostly for compilation.
 """
 
 import argparse
@@ -44,7 +44,7 @@ What failed, or has no profile:
 
 {remarks}
 """
-# Arguments that make a model small enough to check it on a CPU.
+# Arguments that make a model small enough to check on a CPU.
 SMALL = {"batch": 2, "length": 16, "layers": 1, "frames": 200, "samples": 8000}
 
 
@@ -61,7 +61,7 @@ def check(build: Callable[..., Built]) -> str:
 
 
 def page(runs: Path) -> str:
-    """Return a page of the docs about a folder's runs: what each optimization gains for each model, and why not.
+    """Return the docs page about a folder's runs: each optimization's gain on each model, or why there is none.
 
     Raises:
         RunsError: If the folder contains no runs of models.
@@ -103,7 +103,7 @@ def page(runs: Path) -> str:
 
 
 def gain(steps: pd.DataFrame, step: Any) -> str:
-    """Return a step's speedup over the last kept step before it, or a word for why it has none."""
+    """Return a step's speedup over the last kept step before it, or the reason why there is no speedup."""
     before = steps[(steps["kept"] == "yes") & (steps.index < step.Index)]
     if step.kept == "yes":
         return number(step.speedup / before["speedup"].iloc[-1], "x") if len(before) else ""

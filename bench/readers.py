@@ -46,7 +46,7 @@ def ours_whole(path: str) -> Found:
 
 
 def nsys_ai(path: str) -> Found:
-    """Measure how nsys-ai maps kernels to ranges; it omits copies, fills, and kernels outside of ranges."""
+    """Measure how nsys-ai maps kernels to ranges; nsys-ai omits copies, fills and kernels outside ranges."""
     try:
         from nsys_ai.nvtx_attribution import attribute_kernels_to_nvtx
     except ImportError:

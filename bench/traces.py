@@ -25,7 +25,7 @@ UNIT = 10_000  # length of a region in ns
 
 
 def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
-    """Write an nsys export with the tables in SCHEMA; ``tables`` are their rows, by table name."""
+    """Write an nsys export with the tables in SCHEMA; ``tables`` maps each table's name to its rows."""
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMA)
         for table, rows in tables.items():
@@ -37,8 +37,8 @@ def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
 def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]], int]:
     """Return about ``ranges`` ranges as (name, start, end, thread), and the length of a phase; times are in ns.
 
-    A step consists of a forward and a backward phase. Each phase consists of blocks of four regions; the blocks of
-    backward are on the autograd thread.
+    A step consists of a forward and a backward phase. Each phase consists of blocks of four regions.
+    The backward phase's blocks are on the autograd thread.
     """
     blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # a block and its four regions are five ranges
     phase_ns, rows = (4 * blocks + 2) * UNIT, []
@@ -135,7 +135,7 @@ def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) ->
 
 
 def add_short_names(path: Path) -> None:
-    """Add the column shortName, which real nsys exports contain and nsys-ai reads, to an export's kernels."""
+    """Add to an export's table of kernels the column shortName, which real exports contain and nsys-ai reads."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL ADD COLUMN shortName INTEGER")
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET shortName = demangledName")

@@ -38,8 +38,9 @@ def run_cells(
     Args:
         notebook: the notebook's path, or the name of one of the package's notebooks.
         until: stop before the first cell that contains this text.
-        replaced: values that replace variables (such as a clock or a library function) after each cell, by name.
-        wrapped: wrappers by function name; each is applied once, after a cell has defined the function.
+        replaced: values, keyed by variable, that replace variables (such as a clock or a library function)
+            after each cell.
+        wrapped: wrappers, keyed by function name; each is applied once, after a cell has defined the function.
         parameters: values that override those in the parameters cell.
     """
     path = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
@@ -131,7 +132,7 @@ def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
 
 
 def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
-    """Compute a phase's row of the table of times from its mode's raw samples and profiled operations."""
+    """Compute a phase's row in the table of times from the raw samples and profiled operations of its mode."""
     timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], fastest_complete_step(operations)
     own = own if phase == "total" else own[own["phase"] == phase]
     found = spread(timed["wall_ms"].tolist()) | {
@@ -146,7 +147,7 @@ def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dic
 
 
 def step_flops(config: Any) -> float:
-    """Return a full step's matmul FLOPs, including attention: three times as many as in forward."""
+    """Return a full step's matmul FLOPs, including attention: three times those of the forward pass."""
     weights = (
         config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
         + config.vocab_size * config.d_model
@@ -179,7 +180,7 @@ def leaks(cells: list[Cell]) -> list[str]:
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
-    """Return two sets: the global names that a cell reads, and the global names that the cell binds."""
+    """Return two sets: the global names that a cell reads, and those that it binds."""
     module = compile(source, "cell", "exec")
     read, bound, todo = set(), set(), [module]
     while todo:

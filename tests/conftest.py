@@ -22,10 +22,10 @@ from stepscope.config import RunConfig, configure, studies
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 
-# Tests must neither depend on the number of cores nor take all cores from tests that run in parallel.
+# Test results must not depend on the number of cores, and tests that run in parallel must share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Skip Inductor's check of the vector instructions that the processor reports, because the check takes 15 CPU
-# seconds in each process that compiles.
+# Skip Inductor's check of the vector instructions that the processor reports, because the check takes 15
+# seconds of CPU time in each process that compiles.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Compile in this process, because there is little to compile and each compile worker would import torch first.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -41,12 +41,13 @@ TINY: dict[str, Any] = {
     "timed_steps": 2,
 }
 
-# Behaviors of runs in sweep tests, selected by the run's seed; runs don't need torch and end immediately. The
-# child process is orphaned in a separate session, so that walking the process tree can't find it.
+# In sweep tests, a run's seed selects how the run behaves. The runs don't need torch, and end immediately unless
+# they are meant to wait. The child process is orphaned in a separate session, so that a walk of the process tree
+# can't find it.
 RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(
     1, 11
 )
-PRINTS = 99  # ordinary runs in other tests have the seeds 20 to 37
+PRINTS = 99  # ordinary runs in other tests have seeds 20 to 37
 FAULTS = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -104,7 +105,7 @@ def _cell(source: str, **metadata) -> dict:
 
 @pytest.fixture
 def threads_of_torch(monkeypatch):
-    """Restore torch's number of threads after a test, because a notebook limits a tiny model to one thread."""
+    """Restore torch's thread count after a test, because a notebook limits a tiny model to one thread."""
     import torch  # imported lazily: most tests don't need torch
 
     before = torch.get_num_threads()
@@ -147,7 +148,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def write_sweep(tmp_path):
-    """Return a function that writes a sweep file; strings are written as they are, other content as YAML."""
+    """Return a function that writes a sweep file; strings are written unchanged, and other content as YAML."""
 
     def write(content: object, name: str = "some.yaml") -> Path:
         path = tmp_path / name

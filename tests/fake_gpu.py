@@ -11,7 +11,8 @@ from stepscope.measure import timing
 class FakeGpu:
     """A simulated GPU and host clock; all times are in ms.
 
-    A launch advances the host's clock by 1 ms. A synchronization advances it until the GPU has finished its work.
+    A launch advances the host's clock by 1 ms. A synchronization advances the clock to the time at
+    which the GPU has finished all its work.
 
     Args:
         modules: additional modules whose ``default_timer`` is replaced with the simulated host clock.
@@ -19,7 +20,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch, *modules):
         self.host_ms, self.done_ms, self.synchronized = 0.0, 0.0, 0
-        self.log = []  # each range's name when it opens or closes, and the remaining work in ms at that time
+        self.log = []  # tuples: a range's name, "opens" or "closes", and the GPU work (ms) that remains then
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         for module in (timing, *modules):

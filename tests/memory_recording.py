@@ -64,7 +64,7 @@ class Storages(TorchDispatchMode):
 
 
 def stand_in(monkeypatch) -> Storages:
-    """Make torch.cuda's memory functions report CPU storages; return the recorder to run the step in."""
+    """Make torch.cuda's memory functions report CPU storages; return a recorder to enter around the step."""
     storages = Storages()
     for name, answer in {
         "synchronize": lambda: None,
@@ -81,7 +81,7 @@ def stand_in(monkeypatch) -> Storages:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """A context manager that applies CUDA's bf16 autocast rules on a CPU, because CPUs have different rules.
+    """A context manager that applies CUDA's bf16 autocast rules on a CPU, where autocast's rules differ.
 
     Matmuls run in bf16, and the bf16 copy of each weight is kept until the context exits. Exponentials, powers,
     inverse roots, sums and the loss run in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
@@ -113,6 +113,6 @@ class CudaAutocast(TorchFunctionMode):
         elif func is torch.Tensor.sum and args[0].dtype == torch.bfloat16:
             kwargs = kwargs | {"dtype": torch.float32}
         elif func is functional.cross_entropy:
-            # log_softmax runs in the logits' type; autocast changes only nll_loss.
+            # log_softmax runs in the logits' dtype; autocast changes only the dtype of nll_loss.
             return functional.nll_loss(functional.log_softmax(args[0], -1).float(), args[1])
         return func(*args, **kwargs)

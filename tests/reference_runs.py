@@ -35,7 +35,7 @@ def read_records(folder: Path = RUNS) -> list[tuple[Path, Row]]:
 
 
 def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return the tables of these studies and a table of their runs, with the configuration fields as columns."""
+    """Return the studies' tables and a table of their runs; the given configuration fields become columns."""
     frames = defaultdict(list)
     for place, record in read_records(folder):
         study = record["study"]
@@ -72,7 +72,7 @@ def is_same(shown: Any, expected: Any) -> bool:
 
 
 def assert_same(shown: Rows, expected: Rows) -> None:
-    """Assert that both have the same keys, and that ``shown`` contains every value in ``expected``."""
+    """Assert that ``shown`` has the same keys as ``expected`` and, for each key, all expected values."""
     assert shown.keys() == expected.keys()
     wrong = [
         (key, column, shown[key][column], value)

@@ -5,7 +5,7 @@
 
 Each case of a run (mode, precision, optimization, ...) gets a factor between ``factor * (1 - jitter)`` and
 ``factor * (1 + jitter)``. All tables of the run use the same factor for a case. Times and energy are multiplied
-by the factor, and rates are divided by the factor. Bounds remain unchanged, because bounds aren't measured.
+by the factor, and rates are divided by the factor. Bounds remain unchanged, because they aren't measured.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Write simulated records of the distributed study's GPU sweep, to render its chapter before any measurement.
+"""Write simulated records of the distributed study's GPU sweep.
+
+With these records, the study's chapter can be rendered before anything has been measured.
 
     python tests/simulated_gpus.py /tmp/simulated/h100x2 --gpus 2
 
@@ -40,7 +42,7 @@ def bucket_mib(name: str) -> float:
 
 @dataclass
 class Step:
-    """A modeled step of a strategy, with the number of collectives, their total size in GiB, and times in ms."""
+    """A strategy's modeled step: the number of collectives, their total size in GiB, and times in ms."""
 
     count: int
     gib: float
@@ -87,10 +89,10 @@ def model(config: Config, name: str) -> Step:
 
 
 def steps_row(config: Config, name: str) -> dict:
-    """Return a strategy's row of the table "steps"."""
+    """Return a strategy's row in the table "steps"."""
     step, parameters, gpus = model(config, name), parameter_count(config), config.gpus
     row = {"strategy": name, "control": STRATEGIES[name].control, "status": "ok", "reason": ""}
-    # bytes per parameter that are sharded across the GPUs
+    # the part of the training state that is sharded across the GPUs, in bytes per parameter
     sharded = 16 if name.startswith("fsdp") and step.count else 8 if name == "zero1" else 0
     states_gib = (16 - sharded * (1 - 1 / gpus)) * parameters / GIB
     activations_gib = 3e-6 * config.batch_size * config.context_length * config.num_layers
@@ -125,7 +127,7 @@ def steps_row(config: Config, name: str) -> dict:
 
 
 def profile_rows(config: Config, name: str) -> dict[str, list[dict]]:
-    """Return a strategy's rows of the tables "ranks", "kernels" and "timeline"."""
+    """Return a strategy's rows in the tables "ranks", "kernels" and "timeline"."""
     step = model(config, name)
     ranks, kernels = [], []
     for rank in range(config.gpus):
@@ -165,7 +167,7 @@ def hash_of(text: str) -> float:
 
 
 def tables_of(config: Config) -> dict[str, pd.DataFrame]:
-    """Return the tables of a simulated run, by name."""
+    """Return the tables of a simulated run, keyed by name."""
     rows: dict[str, list[dict]] = {name: [] for name in SCHEMAS}
     for strategy in config.names:
         rows["steps"].append(steps_row(config, strategy))

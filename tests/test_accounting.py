@@ -1,4 +1,4 @@
-"""Test memory formulas against CPU storages, H200 runs and the allocator's rounding, and test what fits."""
+"""Test memory formulas against CPU storages, H200 runs and the allocator's rounding; test which steps fit."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -116,7 +116,7 @@ def test_predicted_peak_matches_the_peak_of_live_storages(fields, mode, blocks, 
 
 
 def measured(source):
-    """Yield each row of peak memory that was measured on an H200, together with the row's configuration."""
+    """Yield each row that contains a peak memory measured on an H200, together with the row's configuration."""
     rows = pd.read_csv(H200)
     fields = ("size", "context_length", "precision", "attention", "optimizer")
     for row in rows[rows["source"] == source].itertuples():
@@ -144,7 +144,7 @@ def test_predicted_allocated_bytes_are_close_to_h200_runs():
 
 
 def test_predicted_bytes_of_fully_optimized_step_are_close_to_h200_runs():
-    """The CUDA graph's pool is a larger share of the memory for ``small``, so its tolerance is larger."""
+    """For ``small``, the CUDA graph's pool is a larger share of the memory, so the tolerance is larger."""
     for row, config in measured("ladder"):
         error = abs(fit.fully_optimized_bytes(config, moment=4) / MIB / row.allocated_mib - 1)
         assert error < (0.05 if row.size == "small" else 0.015), row
@@ -167,7 +167,7 @@ def test_fully_optimized_step_peak_is_the_sum_of_its_components(moment):
 def test_fully_optimized_step_peak_includes_all_gradients():
     """With a short context, the blocks' saved tensors take less memory than the final gradients."""
     config = on_gpu(size="10B", context_length=16, batch_size=1)
-    bf16, fp32 = 2, 4  # bytes per weight, gradient and moment in bf16, and per master weight in fp32
+    bf16, fp32 = 2, 4  # bytes per bf16 weight, gradient or moment, and per fp32 master weight
     assert fit.fully_optimized_bytes(config) > (4 * bf16 + fp32) * parameter_count(config)
 
 

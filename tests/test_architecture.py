@@ -1,4 +1,4 @@
-"""Test the project's rules for its modules' imports and lengths, its source files, and its wheel."""
+"""Test the project's rules for module imports, module lengths, source files and the wheel."""
 
 import ast
 import re
@@ -57,7 +57,7 @@ def layer_of(module: str) -> tuple[int, str]:
 
 
 def imports(source: str) -> set[str]:
-    """Return the modules of this package that the source of a module imports."""
+    """Return the modules of this package that a module's source imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "stepscope":
@@ -71,7 +71,7 @@ def imports(source: str) -> set[str]:
 
 
 def upward(module: str, source: str) -> list[str]:
-    """Describe a module's imports from layers below its own layer, which the rules don't allow."""
+    """Describe a module's forbidden imports: those from layers below the module's own layer."""
     own, _ = layer_of(module)
     return [f"{module} imports {other}" for other in imports(source) if layer_of(other)[0] > own]
 

@@ -414,7 +414,7 @@ def test_figure_marks_oom_cases_and_its_message_compares_at_a_common_context_len
 # -- formulas --------------------------------------------------------------------------------------------------
 
 
-# Peak bytes on an H200 (torch 2.11, batch size 8), by implementation, precision, d and context length.
+# Peak bytes on an H200 (torch 2.11, batch size 8), keyed by implementation, precision, d and context length.
 PEAKS = {
     ("naive", "fp32", 64, 16384): 52009893888,
     ("naive", "bf16", 64, 4096): 1652621312,
@@ -456,7 +456,7 @@ def test_held_bytes_include_inputs_output_gradient_and_mask(name, masks):
 
 
 def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
-    """Return a case's forward and backward rows, with wall times of 1 and 2 ms."""
+    """Return a case's forward row, with a wall time of 1 ms, and its backward row, with a wall time of 2 ms."""
     columns = {"phase": PASSES, "wall_ms": [1.0, 2.0], "gpu_ms": gpu_ms, "inconsistent": inconsistent}
     columns |= {"implementation": name, "context_length": 16, "d_model": 8, "precision": "fp32"}
     columns |= {"batch_size": 2, "device_gib": device_gib, "status": "ok", "reason": ""}
@@ -464,7 +464,10 @@ def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
 
 
 def test_passes_table_adds_phases_and_omits_impossible_times():
-    """On a GPU, up to 2% more GPU time than wall time is accepted; a CPU's times come from different passes."""
+    """On a GPU, the GPU time may exceed the wall time by at most 2%.
+
+    There is no such limit on a CPU, where the two times come from different passes.
+    """
     cases = [
         case_rows("naive"),
         case_rows("compiled", gpu_ms=(1.0, 2.02)),

@@ -1,4 +1,4 @@
-"""Test the benchmarking study: tables of a CPU run, out-of-memory errors, and the notebook's step and timer."""
+"""Test the benchmarking study: a CPU run's tables, out-of-memory errors, and the notebook's step and timer."""
 
 import math
 from types import SimpleNamespace
@@ -105,7 +105,7 @@ def test_summary_gives_the_reason_when_no_mode_fits():
 
 
 def test_recorded_step_time_doubles_when_notebook_timer_is_doubled(tmp_path):
-    """The test doubles only the step's time, so this time is at least twice the sum of the phases' times."""
+    """The test doubles only the total time of a step, so the total is at least twice the sum of the phases."""
     clock = "wall_ms = (default_timer() - start) * 1e3"
     doubled = edited("benchmark", tmp_path, f"        {clock}", f"        {clock.replace('(', '2 * (', 1)}")
     times = run_cells(doubled, **QUICK)["results"].times
@@ -145,7 +145,7 @@ def test_notebook_step_produces_the_same_weights_as_the_library_step(fields):
 
 
 class Ticking:
-    """A fake host clock that advances only during steps and during pauses between them."""
+    """A fake host clock that advances only during steps and during the pauses between steps."""
 
     now_ms = 0.0
 

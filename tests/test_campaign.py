@@ -97,15 +97,15 @@ SILENT = re.compile(r"\b(holds|figure)\(.*|\.\w+\.count\(\)")
 class Template:
     """The lines of a template that set variables or print view columns.
 
-    The name of another dataset's view contains ``_`` instead of ``.``, as in ``h100x2_strategies``.
+    A view of another dataset has ``_`` instead of ``.`` in its name, as in ``h100x2_strategies``.
     """
 
     def __init__(self, path: Path, document: Document, views: Iterable[str], others: Iterable[str]) -> None:
         environment = document._environment
         self.name = path.relative_to(FOLDER).as_posix()
-        # each name in the template, with the views that it depends on
+        # the views that each of the template's names depends on
         self.views = {name: {name} for name in views}
-        self.expressions: dict[int, str] = {}  # printed expressions by line number
+        self.expressions: dict[int, str] = {}  # printed expressions, keyed by line number
         self._sets, self._lines = {}, {}
         text = path.read_text(encoding="utf-8")
         for other in others:
@@ -149,9 +149,10 @@ class Template:
 
 
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
-    """Replace the values of each measured column with those of another, preferably one with the same unit.
+    """Replace the values of each measured column with another column's, preferably one with the same unit.
 
-    Also scale the rows by different factors, because both columns may be equal, or there may be no other column.
+    Also scale the rows by different factors, because the two columns may be equal, or the view may have only
+    one measured column.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3
@@ -169,7 +170,7 @@ def measured(view: pd.DataFrame) -> list[str]:
 
 @pytest.fixture(scope="module")
 def frames(campaign) -> dict[str, pd.DataFrame]:
-    """Return the views that templates use, by name; names of other datasets' views begin with the dataset."""
+    """Return the views that templates use, keyed by name; another dataset's views have its name as a prefix."""
     found = dict(campaign.views._made)
     for dataset, tables in campaign.others.items():
         views, studies = Views(tables), {name.partition(".")[0] for name in tables}

@@ -41,7 +41,7 @@ DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "nsys" / "sample.sqlite"
 CAPTURES = [
     *sorted((DATA / "captures").glob("*.gz")),
-    # captures in a folder next to the checkout, if it exists
+    # captures in a folder next to the checkout, if that folder exists
     *sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz")),
 ]
 COPY = "Memcpy HtoD (Pinned -> Device)"
@@ -53,8 +53,9 @@ def profile_text(path: Path, **options: object) -> str:
 
 
 def training_step(number: int, at: float) -> list[dict]:
-    """Return the events of a step with forward and optimizer on the main thread, and backward on autograd's.
+    """Return the events of a training step.
 
+    The main thread runs the forward pass and the optimizer, and autograd's thread runs the backward pass.
     Half of the communication overlaps computation.
     """
     matmul = operator("aten::mm", "c10::BFloat16", [64, 32], [32, 16], ts=at + 1)
@@ -188,7 +189,7 @@ def test_phase_of_recognizes_spelling_variants(phase, names):
 
 
 def annotated_steps(forward: str = "Forward") -> list[dict]:
-    """Return the events of three steps, in ranges named by a user."""
+    """Return the events of three steps in ranges with user-defined names."""
     events = []
     for number in range(3):
         at = 100 * number
@@ -218,7 +219,7 @@ def test_load_capture_uses_repeating_ranges_as_steps_unless_step_is_given(tmp_pa
 
 @pytest.mark.parametrize(("threads", "steps"), [((1, 2), []), ((1,), ["train step"] * 3)])
 def test_range_on_several_threads_does_not_count_as_a_step(tmp_path, threads, steps):
-    """With two threads (such as autograd's and a data loader's), the ranges together enclose all launches."""
+    """The ranges on two threads (such as autograd's and a data loader's) together enclose all launches."""
     starts = [(100 * number + 50 * (tid - 1), tid) for number in range(3) for tid in threads]
     ranges = [annotation("train step", start, 40, tid) for start, tid in starts]
     work = [part for call in range(10, 300, 50) for part in launch(ADD, call, 1000 + call, 5)]
@@ -266,7 +267,7 @@ def test_generated_kernel_is_compared_with_the_rate_of_a_faster_kernel(tmp_path)
     ],
 )
 def test_matmul_rate_is_compared_with_the_peak_rate_of_its_dtype(tmp_path, gpu, kernel, dtype, text):
-    """A V100 doesn't support bf16, and an H100's data sheet lists the same peak for fp16 and bf16."""
+    """A V100 doesn't support bf16, and an H100's data sheet lists the same peak rate for fp16 and bf16."""
     matmul = operator("aten::mm", dtype, [4096, 4096], [4096, 4096])
     events = [matmul, *launch(kernel, 1, 10, 5000, operator=matmul)]
     path = write_trace(tmp_path / "a.json", events, deviceProperties=[{"id": 0, "name": gpu}])
@@ -282,7 +283,8 @@ def test_advice_ignores_hidden_communication_and_optimizer_fusion(tmp_path):
     ]
     saved_ms = [advice.ms for advice in advice_for(first_gpu(tmp_path, events))]
     assert "75% hidden" in line_text(tmp_path / "a.json", "communication")
-    # The last 0.015 ms of the second 0.05 ms kernel overlap communication, so removing it saves 0.035 ms.
+    # The second kernel takes 0.05 ms, and its last 0.015 ms overlap communication, so removing the kernel saves
+    # 0.035 ms.
     assert saved_ms == pytest.approx([0.035, 0.005])
 
 
@@ -548,7 +550,7 @@ def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[di
 
 
 def busy_ticks(rows: list[dict], begin: int, end: int) -> set[int]:
-    """Return the microseconds of the window during which at least one of these operations is running."""
+    """Return each microsecond of the window in which at least one of these operations is running."""
     spans = [range(max(row["begin"], begin), min(row["end"], end)) for row in rows]
     return {tick for span in spans for tick in span}
 

@@ -41,7 +41,7 @@ TWO_GPUS = Path(__file__).parent / "data" / "nccl_payloads.sqlite.gz"
 
 
 def steps(count: int = 3, name: str = "ProfilerStep#{}", empty: tuple[int, ...] = ()) -> list[dict]:
-    """Return the events of 1 ms steps with 20 kernels in the first 610 µs; steps in ``empty`` have none."""
+    """Return the events of 1 ms steps with 20 kernels in the first 610 µs; steps in ``empty`` lack kernels."""
     events = []
     for number in range(count):
         events.append(annotation(name.format(number), 1000 * number, 999))
@@ -92,7 +92,7 @@ def slow_host(kind: str = "", name: str = "", shift: float = 0) -> list[dict]:
 
 
 def waiting_for_an_event() -> list[dict]:
-    """Return the events of a kernel that starts 100 ms after its launch, although the GPU is idle all along."""
+    """Return the events of a kernel that starts 100 ms after its launch, although the GPU is idle until then."""
     first = [*launch(GEMM, 0, 10, 10), *launch("waits_for_an_event", 24, 100_000, 10)]
     later = [part for i in range(20) for part in launch(ADD, 30 + i, 100_010 + 10 * i, 10)]
     return [*first, *later]
@@ -131,7 +131,7 @@ def late_rank() -> list[dict]:
 
 
 def decode_steps() -> list[dict]:
-    """Return the events of 32 steps that replay a graph, with the GPU operations of only the first two."""
+    """Return the events of 32 steps that each replay a graph; only the first two steps include GPU operations."""
     events = []
     for number in range(32):
         at, correlation = 55_000 * number, next(ids)
@@ -333,7 +333,7 @@ def test_time_span_includes_only_complete_steps(tmp_path):
 
 @pytest.mark.parametrize(("launches", "cause"), [(0, "unnamed"), (15, "launch")])
 def test_host_launching_for_another_gpu_counts_as_busy_launching(tmp_path, launches, cause):
-    """Between two operations on GPU 0, the thread launches kernels on GPU 1."""
+    """Between two operations on GPU 0, the host thread launches kernels on GPU 1."""
     own = [*launch(GEMM, 0, 5, 10), *launch(GEMM, 1000, 1005, 10), *launch(ADD, 1010, 1016, 3000)]
     gpu = first_gpu(tmp_path, [*own, *kernels(50, launches, apart=60, gpu=1)])
     assert explain_gaps(gpu)["cause"].iloc[0] == cause
@@ -416,7 +416,7 @@ def test_communication_of_unknown_size_counts_as_transfer_unless_unusually_long(
 
 
 def test_nccl_payloads_separate_transfer_from_waiting():
-    """In a capture of two H200s, rank 1 computes 10 ms longer per step, so rank 0 waits in its collectives."""
+    """On these two H200s, rank 1 computes for 10 ms longer per step, so rank 0 waits in its own collectives."""
     capture = load_capture(TWO_GPUS)
     operations = capture.operations
     sized = operations[operations["message_bytes"] >= 0]
@@ -441,7 +441,7 @@ def changed_payloads(folder: Path, statement: str, *values: str):
 
 
 def test_minimum_transfer_time_is_unknown_when_one_gpu_is_captured(tmp_path):
-    """The minimum depends on the number of ranks in the collective, which this capture doesn't contain."""
+    """The minimum depends on how many ranks take part in the collective, but this capture doesn't say how many."""
     capture = changed_payloads(tmp_path, "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE deviceId = 1")
     (gpu,) = devices(capture)
     parts = exposed_communication(gpu)

@@ -1,4 +1,4 @@
-"""Test the "Change this" hints about memory: run notebooks for the CPU, and apply formulas for the GPU."""
+"""Test the "Change this" hints about memory, with notebooks run on a CPU and with formulas for a GPU."""
 
 import ast
 import json
@@ -37,7 +37,7 @@ def hints(notebook: str) -> list[dict]:
 
 
 def memory(**fields):
-    """Return the MiB that each region of a block saves, and the step's peaks predicted for a CPU and a GPU."""
+    """Return the MiB of tensors saved in each region of the blocks, and a step's predicted CPU and GPU peaks."""
     names = run_cells("memory", "is_copy = ", device="cpu", **fields)
     rows = names["tables"]["allocations"].query("what == 'saved by a block'")
     on_gpu = accounting.peak(names["config"].model_copy(update={"device": "cuda"}), "step")

@@ -81,7 +81,7 @@ def test_invalid_input_exits_with_one_line_error_and_status_2(run, monkeypatch, 
         arguments = [*arguments, "--runs", str(tmp_path / "runs")]
     code, out, err = run(*arguments)
     assert code == 2 and words in re.sub(r"\s+", " ", err) and "Traceback" not in err and not out
-    assert "/tmp/" not in err.replace(str(tmp_path), "")  # the message names no temporary file
+    assert "/tmp/" not in err.replace(str(tmp_path), "")  # the message doesn't name a temporary file
     assert not (tmp_path / "runs").exists()
 
 

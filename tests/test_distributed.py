@@ -32,12 +32,12 @@ TINY = {
 
 
 def flat(model, batch):
-    """Don't average the gradients; the numerics check must detect this fault."""
+    """Skip the averaging of the gradients, a fault that the numerics check must detect."""
     return Distributed(training_step(model, adamw(model), batch), list)
 
 
 def overlapped(model, batch):
-    """Exit from rank 1 without an error message, to test how the notebook reports a lost rank."""
+    """Make rank 1 exit without an error message, to test how the notebook reports a lost rank."""
     import os  # imported here, because the ranks receive only the source of this function
 
     if dist.get_rank() == 1:  # noqa: F821 defined by the script
@@ -46,7 +46,7 @@ def overlapped(model, batch):
 
 
 def slept(step, seconds):
-    """Return a step that first sleeps for this many seconds; ``zero1`` below delays a rank with it."""
+    """Return a step that first sleeps for this many seconds; ``zero1`` below uses this step to delay a rank."""
     import time
 
     def late_step():
@@ -121,7 +121,7 @@ def test_messages_contain_each_gradient_once(steps):
     assert steps.loc["naive", "message_gib"] == pytest.approx(gradient_gib)
     assert steps.loc["ddp_25_mib", "message_gib"] == pytest.approx(gradient_gib)
     gathered_and_reduced = steps.loc["fsdp", "message_gib"]
-    # weights are gathered in bf16, and those of the blocks twice
+    # all weights are gathered in bf16, and the blocks' weights are gathered twice
     assert gradient_gib < gathered_and_reduced < 2 * gradient_gib
 
 
@@ -179,7 +179,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path):
 
 
 def test_script_trains_on_two_ranks():
-    """Set torchrun's environment variables instead of starting torchrun, which would take seconds."""
+    """Set torchrun's environment variables directly, because starting torchrun would take seconds."""
     command = [sys.executable, "docs/distributed_step.py", "--strategy=ddp", "--steps=2"]
     shape = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 100, "context": 16}
     command += [f"--{name}={value}" for name, value in shape.items()]

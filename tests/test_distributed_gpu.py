@@ -1,4 +1,4 @@
-"""Test the distributed step on two GPUs: an artificial delay on one GPU, and CUDA graphs that communicate.
+"""Test the distributed step on two GPUs: an artificial delay on one GPU, and CUDA graphs that contain collectives.
 
 python -m pytest tests/test_distributed_gpu.py
 """
@@ -17,7 +17,7 @@ SMALL = {"size": "small", "context_length": 512, "batch_size": 4, "device": "cud
 def averaged(model, batch, cycles):
     """Delay the GPU by this many cycles before averaging the gradients.
 
-    The step is one CUDA graph, so the host adds no delays.
+    The step is one CUDA graph, so the host doesn't add any delays.
     """
 
     def average_gradients():
@@ -35,7 +35,7 @@ def flat(model, batch):
 
 
 def overlapped(model, batch):
-    """Delay rank 1's GPU by 20 ms between backward and averaging the gradients."""
+    """Delay rank 1's GPU by 20 ms after the backward pass, before the gradients are averaged."""
     for _ in range(2):  # the first call also loads the kernel, so only the second call's time is used
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -1,4 +1,4 @@
-"""Test templates that print views: lookups, filters, errors with line numbers, and sentences that are false."""
+"""Test templates that print views: lookups, filters, errors with line numbers, and false sentences."""
 
 from pathlib import Path
 

@@ -48,7 +48,7 @@ def test_explore_notebook_compares_reference_fp32_baselines_by_context_length(mo
     """AdamW's share decreases with context length only for ``small``.
 
     ``medium`` and ``xl`` keep the GPU busier at their longest context length than at their shortest.
-    ``large`` isn't compared, because the table contains only one of its context lengths.
+    ``large`` isn't compared, because the table contains it at only one context length.
     """
     plain = {
         "precision": "fp32",
@@ -276,7 +276,7 @@ def test_profile_notebook_shows_the_median_step(monkeypatch):
     assert names["halved_ms"] == pytest.approx(accounts["wall"][middle] - accounts["compute"][middle] / 2)
     assert names["longest"]["ms"] == names["gaps"]["ms"].max() <= accounts["idle"][middle]
     longest, placed = names["longest"], gpu.classified_ops
-    # the plot also shows the gap's length before and after the gap
+    # on each side of the gap, the plot also shows a period as long as the gap
     until = 2 * longest["end"] - longest["begin"]
     since = 2 * longest["begin"] - longest["end"]
     is_shown = (placed["start_ns"] < until) & (placed["end_ns"] > since)

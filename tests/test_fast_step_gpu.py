@@ -1,6 +1,6 @@
 """Test MasterAdamW on a GPU: its kernels, and steps that docs/master_adamw.py captures as CUDA graphs.
 
-No test checks how long anything takes.
+The tests don't check any times.
 """
 
 import importlib
@@ -41,7 +41,10 @@ def assert_same_state(optimizer, expected):
 
 
 def step_on_both_devices(pair, missing=lambda number: ()):
-    """Run the same optimizer steps on a GPU and a CPU; ``missing(step)`` parameters get no gradient."""
+    """Run the same optimizer steps on a GPU and a CPU.
+
+    In each step, the parameters whose indices are in ``missing(step)`` don't get a gradient.
+    """
     generator = torch.Generator().manual_seed(1)
     for number in range(STEPS):
         for index, (on_gpu, on_cpu) in enumerate(zip(*(optimizer.parameters for optimizer in pair))):
@@ -71,7 +74,7 @@ def test_kernel_matches_numpy_formula_bit_for_bit(moments):
 @pytest.mark.skipif(torch.cuda.is_available() and not fp8.has_fp8("cuda"), reason="needs FP8")
 @MOMENTS
 def test_fp8_kernel_matches_the_formula(moments):
-    """The model has non-FP8 parameters, and matrices of several tiles whose dimensions aren't powers of 2."""
+    """The model has non-FP8 parameters; matrices span several tiles, with dimensions that aren't powers of 2."""
     models, pair = [], []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
@@ -161,7 +164,7 @@ def test_assigned_learning_rate_applies_to_replays_and_is_rejected_during_captur
 def stepping(moments, rate=RATE):
     """Return an optimizer with two groups, a step with gradient clipping, and a function that draws gradients.
 
-    No other kernel affects the gradients, so only the optimizer can cause a difference.
+    The gradients are the drawn numbers, whatever the weights are, so only the optimizer can cause a difference.
     """
     model = checks.make_parameters().cuda()
     optimizer = MasterAdamW(groups_of(model), rate, moments)
@@ -184,10 +187,10 @@ def stepping(moments, rate=RATE):
 
 
 def scheduled(optimizer, feed, *launches):
-    """Alternate between step functions under a learning-rate schedule; return the norms before clipping."""
+    """Alternate between step functions under a learning-rate schedule; return the unclipped gradient norms."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 2 / STEPS)
     norms = []
-    for number in range(STEPS):  # norms stay tensors, because reading a number would synchronize
+    for number in range(STEPS):  # norms stay tensors, because reading their values would synchronize
         feed(number)
         norms.append(launches[number % len(launches)]().clone())
         scheduler.step()

@@ -20,7 +20,7 @@ def texts(axes) -> list[str]:
 
 
 def spans(axes) -> dict[int, list[tuple[str, float, float]]]:
-    """Return the color, start and end of each span, by lane."""
+    """Return the color, start and end of each span, keyed by lane."""
     lanes = {}
     for collection in axes.collections:
         color = to_hex(collection.get_facecolor()[0])
@@ -65,7 +65,7 @@ def test_lanes_show_operations_within_the_window(launch_ns, waits):
 
 
 def memory_rows(mode: str, totals: list[float]) -> pd.DataFrame:
-    """Return a timeline with these total sizes in GiB, divided between weights and other tensors."""
+    """Return a memory timeline with these total sizes in GiB, divided between weights and other tensors."""
     rows = pd.DataFrame({column(kind): 0.0 for kind in LIVE}, range(len(totals)))
     return rows.assign(
         mode=mode,

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_compiling_works_after_a_failed_capture():
-    """``graph_of`` resets the random generator, which PyTorch leaves in capture mode after a failed capture."""
+    """After a failed capture, PyTorch leaves the random generator in capture mode, so ``graph_of`` resets it."""
     numbers = torch.ones(64, 64, device="cuda")
 
     def synchronizes():

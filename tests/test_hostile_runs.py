@@ -102,7 +102,7 @@ def test_errors_print_hostile_folder_names_on_one_line(store):
 
 
 def test_record_texts_are_not_escaped_when_read(store, tiny):
-    """Reading a record leaves its texts as they are, because reports escape texts when printing."""
+    """Reading a record leaves its texts unchanged, because reports escape texts when they print them."""
     put(store, tiny(), cause=TAG, status="failed", results={"finding": TAG, "beyond int64": 2**70})
     record = store.find(tiny())
     assert record.cause == TAG and record.results == {"finding": TAG, "beyond int64": float(2**70)}

@@ -68,18 +68,18 @@ def test_identifiers_exclude_parameter_lists():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # the same words can occur in the function's name, in a template argument and in a parameter
+        # the same words can occur in a function's name, a template argument or a parameter
         ("void softmax_kernel<NormPolicy>(GemmParams)", "softmax"),
         ("void apply_kernel<NormPolicy, SoftmaxPolicy>(GemmParams)", "reduction and norm"),
         ("void apply_kernel<Policy>(GemmParams, PhiloxCudaState)", "other"),
         ("void cutlass::apply_kernel<Policy>(flash::Params)", "matrix multiply"),
-        # a function applied to every element may copy, but does not reduce
+        # an elementwise kernel may be a copy, but never a reduction
         (
             "void elementwise_kernel<4, direct_copy_kernel_cuda(Iter &)::[lambda(float)]>(int)",
             "copy and cast",
         ),
         ("void elementwise_kernel<4, cross_entropy_out_cuda(Iter &)::[lambda(float)]>(int)", "elementwise"),
-        # in inference, which runs no optimizer, a kernel over a list of tensors may be a copy
+        # multi-tensor kernels also run without an optimizer: during inference, one may be a copy
         ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<float, float>>(x)", "copy and cast"),
         (
             "void multi_tensor_apply_kernel<TensorListMetadata<2>, FusedAdamMathFunctor<float>>(x)",

@@ -25,7 +25,7 @@ def sweep(write_sweep):
 
 
 def records(store):
-    """Check that every record is complete; return the bytes of each record by seed."""
+    """Check that every record is complete; return the records' bytes, keyed by seed."""
     found, errors = store.records(check_files=True)
     assert not errors
     return {
@@ -48,7 +48,7 @@ def send(started, number, group):
 
 
 def quiet(started):
-    """Return whether the output contains no errors, warnings or retries, and the output itself."""
+    """Return whether the output is free of errors, warnings and retries; also return the output itself."""
     output = started.output_file.read_text()
     return not re.search("Traceback|Error|Warning|running it again", output), output
 
@@ -145,7 +145,7 @@ def test_second_signal_ends_sweep_immediately(program, sweep, store, faults):
 
 
 def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
-    """After the sweep, worker and run are killed, only an environment variable identifies the run's children."""
+    """Kill the sweep, the worker and the run: only an environment variable then identifies the run's children."""
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
@@ -157,14 +157,14 @@ def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
     for process in killed:
         process.kill()
     assert first.process.wait(30) == -9 and child.is_running()
-    assert semaphores(store.root)  # because multiprocessing's resource tracker was killed, too
+    assert semaphores(store.root)  # left over, because multiprocessing's resource tracker was killed, too
     (faults / "mended").touch()
     assert program("sweep", path, "--runs", store.root).process.wait(120) == 0
     assert ended(child.pid) and records(store).keys() == {HANGS} and not semaphores(store.root)
 
 
 def _victims(started):
-    """Return the running processes by kind: sweep, worker, run and kernel."""
+    """Return the running processes, keyed by kind: sweep, worker, run or kernel."""
     found = {"sweep": [psutil.Process(started.process.pid)], "worker": [], "run": [], "kernel": []}
     for process in started.processes():
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Test (slowly) in a real browser that JupyterLab runs each notebook with default parameters on a CPU."""
+"""Check in a real browser that JupyterLab runs each notebook with default parameters on a CPU (a slow test)."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_notebook_runs_in_jupyterlab(project, lab, name):
         begin = time.monotonic()
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        # Executed cells show a number and pending cells a star, so the run is over when every cell shows a number.
+        # Executed cells show a number, and pending cells show a star. The run is over once all show a number.
         page.wait_for_function(
             """() => {
             const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.innerText.trim())
@@ -121,7 +121,7 @@ def test_notebook_runs_in_jupyterlab(project, lab, name):
         )
         idle.wait_for(timeout=60_000)
         took_s = time.monotonic() - begin
-        page.wait_for_timeout(1_000)  # the last figure is still being drawn
+        page.wait_for_timeout(1_000)  # the last figure may not be drawn yet
         seen = page.evaluate(SEEN)
         print(f"{name}: {took_s:.0f} s, {seen}")
         photograph(page, name)

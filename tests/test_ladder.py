@@ -194,7 +194,7 @@ def relative_error(x, exact):
 
 
 def test_fp8_error_matches_rounding_to_4_significant_bits():
-    """Rounding both operands to 4 significant bits gives a similar error, and 3 bits give a larger one."""
+    """Rounding both operands to 4 significant bits gives a similar error, and to 3 bits a larger error."""
 
     def rounded(x, bits):
         fraction, exponent = torch.frexp(x)
@@ -671,7 +671,7 @@ def test_cuda_graph_fails_when_the_learning_rate_is_a_number(config):
 
 @pytest.fixture
 def on_gpu(config, monkeypatch):
-    """Return a ladder that assumes a GPU, a subject, an adjustable step time, and the requested step counts."""
+    """Return a namespace: a ladder that assumes a GPU, its subject, a settable step time, and step counts."""
     ladder, numbers = ladder_of(config, other_model, timed_steps=5), []
     ladder.on_gpu = True
     walls = {"ms": 100.0}
@@ -824,7 +824,7 @@ def test_lower_bound_matches_flops_and_bytes(context):
     assert bf16["matmul_ms"] == pytest.approx(flops / 780e9)
     assert bf16["memory_traffic_ms"] == pytest.approx(20 * parameter_count(config) / 4.2e9)
     assert bf16["lower_bound_ms"] == bf16["matmul_ms"] + bf16["memory_traffic_ms"]
-    in_fp8 = 4 * tokens * in_blocks  # forward and the input's gradient run in FP8
+    in_fp8 = 4 * tokens * in_blocks  # FLOPs of the forward pass and the inputs' gradients
     saved_ms = bf16["matmul_ms"] - bounds.lower_bound(config, "fp8", "bf16", rates)["matmul_ms"]
     assert saved_ms == pytest.approx(in_fp8 / 780e9 / 2)
 

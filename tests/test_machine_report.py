@@ -34,7 +34,7 @@ SMALL = {
     "attention": "d64-ctx16384-bf16-fe1f9fae",
     "ladder": "small-ctx512-e47d3200",
 }
-TWO_AXES = {  # a sweep over context length and repeat
+TWO_AXES = {  # a sweep over context lengths and repeats
     "small-ctx256-fp32-70cfafda",
     "small-ctx256-fp32-ccb086ce",
     "small-ctx512-fp32-a45ad60b",

@@ -242,7 +242,7 @@ def test_reset_peak_memory_frees_cached_memory_first(monkeypatch):
 
 
 def test_pass_memory_includes_new_and_previously_held_bytes(monkeypatch):
-    """Each tensor takes 512 bytes. Two exponentials remain after forward, and the second one is the output."""
+    """Each tensor takes 512 bytes. After the forward pass, two exponentials remain; the second is the output."""
     x, gradient = torch.ones(128, requires_grad=True), torch.ones(128)
     x.grad = torch.ones(128)
     with stand_in(monkeypatch):
@@ -262,5 +262,5 @@ def test_pass_memory_on_a_cpu_excludes_inputs_output_and_masks():
     memory = measure.pass_memory(
         lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu"
     )
-    # the sigmoid is counted; the exponential is the output and isn't
+    # the sigmoid counts, but the exponential doesn't, because it is the output
     assert memory == {"saved": 128, "in_use": 500 + 128 + 128}

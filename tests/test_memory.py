@@ -87,14 +87,14 @@ def bytes_before(recording):
 
 # Recorded steps
 
-# Formulas for the bytes that are live after the loss, in addition to the blocks' saved tensors, by precision.
-# Each tuple covers the final norm, the logits and the bf16 copy of the head's weight; then only this copy; then
-# the tensors that the loss saves.
+# For each precision, three formulas for bytes that are live after the loss, in addition to the blocks' saved
+# tensors. The first formula covers the final norm, the logits and the bf16 copy of the head's weight. The second
+# covers only this copy. The third covers the tensors that the loss saves.
 AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V + 2E", "2E", "6V + 4")}
 
 
 def bytes_after_loss(config):
-    """Return the bytes of each kind that are allocated just before backward, according to the formulas."""
+    """Return the bytes that the formulas predict just before the backward pass, keyed by kind."""
     formulas = accounting.formulas_of(config)
     at_rest = accounting.at_rest(config, "forward_backward")
     texts = (formulas.saved, formulas.weight_cache, formulas.logits, *AFTER_LOSS[config.precision])

@@ -1,4 +1,4 @@
-"""Test the mixed-precision study: its experiments against exact arithmetic, training, tables, and finding."""
+"""Test the mixed-precision study: experiments (compared with exact arithmetic), training, tables and finding."""
 
 import types
 from fractions import Fraction
@@ -143,7 +143,7 @@ def test_lost_values_count_as_errors_of_one():
     value = torch.tensor([[1.1, np.inf, 0.0, 3.0]]).double()
     true = torch.tensor([[1.0, 2.0, 3.0, 3.0]]).double()
     error, lost = numerics.error_and_lost(value, true)
-    assert error == pytest.approx(0.1) and lost == 0.5  # torch.median returns the low median
+    assert error == pytest.approx(0.1) and lost == 0.5  # torch.median returns the lower of two middle values
 
 
 # -- gradients and training -----------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_text_batches_come_from_pythons_documentation_for_any_batch_size():
 
 
 def kept(replaced=None, **parameters):
-    """Run the notebook, and validate its tables; return the tables, and all of the notebook's variables."""
+    """Run the notebook and validate its tables; return the tables and all of the notebook's variables."""
     names = run_cells("mixed_precision", replaced=replaced, **TINY | {"numerics": False} | parameters)
     for name, frame in names["kept"].items():
         tables.SCHEMAS[name].validate(frame)

@@ -1,4 +1,4 @@
-"""Test the model against independent implementations: parameters, numerics, FLOPs, ranges, training step."""
+"""Test the model against independent implementations: parameters, numerics, FLOPs, ranges and training step."""
 
 import threading
 from collections import Counter
@@ -188,7 +188,7 @@ def test_training_steps_match_llama_with_torch_adamw():
         adamw.zero_grad()
         functional.cross_entropy(other(step.tokens).logits.flatten(0, 1), step.targets.flatten()).backward()
         adamw.step()
-    for name, parameter in step.model.named_parameters():  # three Adam steps of 1e-3
+    for name, parameter in step.model.named_parameters():  # each of the three AdamW steps is about 1e-3
         torch.testing.assert_close(
             parameter, other.get_parameter(in_llama(name)), rtol=0, atol=2e-4, msg=name
         )
@@ -231,7 +231,7 @@ def test_forward_flops_by_region_match_torchs_flop_counter(monkeypatch):
     model, counts, open_regions = TransformerLM(config), Counter(), []
 
     class Counting:
-        """A counter of the FLOPs of each region, not including nested regions."""
+        """A counter of each region's FLOPs, excluding those of nested regions."""
 
         def attribute(self):
             counts[open_regions[-1] if open_regions else ""] += counter.get_total_flops() - counts.total()

@@ -184,7 +184,7 @@ def resolves(dotted, imports):
 
 
 def unknown_names(markdown, code):
-    """Return the names in a notebook's backticks that don't exist."""
+    """Return the names that a notebook quotes in backticks but that don't exist."""
     imports = {}
     tree = ast.parse(code)
     tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]

@@ -196,7 +196,7 @@ def test_step_metrics_ignore_one_disturbed_step():
 
 
 def test_timeline_shows_a_step_without_region_ranges(capture):
-    """Region ranges slow down the host, so the step that has them launches its operations too late."""
+    """Region ranges slow down the host, so a step with region ranges launches its operations too late."""
     timeline = capture(("forward",) * STEPS).timeline
     loaded = load_trace(EXPORT)[0]
     columns = ["duration_ns", "launch_duration_ns"]
@@ -211,14 +211,16 @@ def test_timeline_shows_a_step_without_region_ranges(capture):
 def test_backward_kernels_get_the_regions_of_the_forward_pass(tables):
     operations = tables["operations"]
     regions = {phase: set(rows["region"]) for phase, rows in operations.groupby("phase")}
-    # A sum passes its gradient unchanged to its terms, so the residual additions launch nothing in backward.
+    # A sum passes its gradient unchanged to its terms, so the residual additions launch nothing in the
+    # backward pass.
     expected = regions["forward"] - {"residual"} | {"cross_entropy", "gradient accumulation"}
     assert regions["backward"] == expected
     matmuls = operations[operations["kernel_category"] == "matrix multiply"]
     count = matmuls.groupby(["phase", "region"])["count"].sum()["forward"]
     assert count[["attention.qkv", "ffn", "attention.scores"]].tolist() == [3 * LAYERS, 3 * LAYERS, LAYERS]
     time = operations.groupby(["phase", "region"])["total_ns"].sum()
-    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # backward needs twice the FLOPs
+    # the backward pass needs twice the FLOPs of the forward pass
+    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5
 
 
 def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:
@@ -254,7 +256,7 @@ def test_timeline_includes_a_late_operation_launched_within_the_window():
 
 
 def test_timeline_shows_the_graph_replay_without_the_warmup_step(capture):
-    """All operations of a graph share one launch, but each operation of the warm-up step has its own."""
+    """All operations of a graph share one launch, but each operation of the warm-up step has its own launch."""
     operations, ranges = load_trace(EXPORT)
     replayed = operations.tail(50).assign(step=-1, region="replay")
     replayed["launch_start_ns"] = [*range(20), *[1_000] * 30]
@@ -311,7 +313,8 @@ def test_cpu_profile_lists_operators_instead_of_kernels(run_here):
 def test_times_and_operations_match_the_profiled_steps(here):
     """Compare four profiled steps per mode with the tables.
 
-    The table of operations describes the first step, whose regions are named; the table of times, the others.
+    The table of operations describes the first step, which has region ranges. The table of times describes the
+    other three steps.
     """
     profile = here["profile"]
     ends_ns = profile.trace["start_ns"] + profile.trace["duration_ns"]
@@ -607,7 +610,7 @@ def test_torch_profiler_is_used_when_nsys_libraries_are_missing(tmp_path, monkey
     monkeypatch.setattr(nsys_program, "nsys_version", lambda nsys: "2099.1")
     assert nsys_program.profiler_here("cuda") == ("nsys 2099.1", wrapper)
 
-    # ldd's output for the importer in Nsight Compute's copy of nsys, which includes only some of the libraries.
+    # ldd's output for the importer in Nsight Compute's copy of nsys, a copy that lacks some of the libraries.
     ldd = tmp_path / "bin" / "ldd"
     ldd.parent.mkdir()
     ldd.write_text(f"""#!/bin/sh

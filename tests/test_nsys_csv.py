@@ -13,7 +13,7 @@ HEADER = "Time (%),Total Time (ns),Instances,Avg (ns),Name\n"
 ROWS = '75.0,3000,2,1500.0,"void f<int, 4>(int, float)"\n25.0,1000,1,1000.5,g\n'
 OLD_TRACE = (
     "Start (ns),Duration (ns),CorrId,GrdX,GrdY,GrdZ,BlkX,BlkY,BlkZ,Reg/Trd,StcSMem (MB),DymSMem (MB),Bytes (MB),"
-    "Throughput (MBps),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name\n"  # 2023.x: no GreenCtx, different unit name
+    "Throughput (MBps),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name\n"  # 2023.x: no column GreenCtx, other unit name
     '9000,4000,102,160,1,1,256,1,1,32,0.000,0.000,,,,,NVIDIA A10G (0),1,7,"burn(float *, int, int)"\n'
 )
 

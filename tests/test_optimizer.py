@@ -172,7 +172,7 @@ def restored_fp8(weight):
 
 
 def trained(moments, seed, saved=None, eight_bits=False):
-    """Return an optimizer, its scheduler, and a function that trains with clipping; the step seeds the data."""
+    """Return an optimizer, its scheduler, and a function that trains with clipping; step numbers seed the data."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=not eight_bits))
     if eight_bits:
@@ -203,7 +203,8 @@ def trained(moments, seed, saved=None, eight_bits=False):
 def test_resumed_training_is_bit_identical(moments, eight_bits):
     optimizer, scheduler, train = trained(moments, 0, eight_bits=eight_bits)
     train(0, 14)
-    optimizer.masters()["2.weight"].mul_(100)  # the scale of an FP8 weight follows its master one step later
+    # an FP8 weight's scale follows the master weight one step later
+    optimizer.masters()["2.weight"].mul_(100)
     train(14, 15)
     file = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
@@ -455,7 +456,7 @@ def test_state_dict_contains_externally_written_weights():
 
 
 def test_masters_follow_model_load_state_dict_without_a_step():
-    """CUDA graphs rely on this, because a replay doesn't run the optimizer's Python code."""
+    """CUDA graphs rely on this behavior, because a replay doesn't run the optimizer's Python code."""
     model = small()
     optimizer = MasterAdamW(model)
     load_submodule(model, optimizer)

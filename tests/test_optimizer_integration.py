@@ -81,7 +81,7 @@ class Sequences(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
 def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch, kind):
-    """Train Llama, whose norms compute in fp32, and GPT-2, which has biases; compare with torch's AdamW."""
+    """Train Llama, whose norms are computed in fp32, and GPT-2, which has biases; compare with torch's AdamW."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
@@ -126,7 +126,7 @@ def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monke
 
 @pytest.mark.parametrize("kind", ["model", "parameters"])
 def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
-    """Load the checkpoint into the state dicts of a new model and optimizer, as torch's documentation does."""
+    """Load the checkpoint into a new model's and a new optimizer's state dicts, as torch's documentation does."""
 
     def make(seed, rate):
         torch.manual_seed(seed)

@@ -157,7 +157,7 @@ def test_page_has_no_errors_or_accessibility_violations(chromium, report, size, 
 
 @pytest.fixture
 def wide(report, tmp_path):
-    """Write a copy of the report with an additional table and line of code that are wider than any screen."""
+    """Write a copy of the report with two additions wider than any screen: a table and a line of code."""
     cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
     path = tmp_path / "wide.html"
     path.write_text(

@@ -28,8 +28,8 @@ nan = math.nan
 class Toy:
     """A wrapper around the library's step for a tiny model.
 
-    ``log`` lists the case of each step, its kind ("plain", "timed" or "profiled"), and whether AdamW's moments
-    exist. ``before`` is called before each step.
+    For each step, ``log`` contains the case, the kind of step ("plain", "timed" or "profiled"), and whether
+    AdamW's moments exist. ``before`` is called before each step.
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ class Toy:
         return [case for (case, each), _ in groupby(self.log, key=lambda entry: entry[:2]) if each == kind]
 
     def fail(self, case, kind, error, steps=0):
-        """Make a case fail in forward, after it has completed ``steps`` steps of this kind."""
+        """Make a case fail in the forward pass after it has completed ``steps`` steps of this kind."""
 
         def before(step_case, step_kind, phase):
             earlier = sum(entry[:2] == (case, kind) for entry in self.log) - 1
@@ -147,7 +147,7 @@ def test_learning_rate_is_none_without_an_optimizer(toy):
 
 
 def test_all_cases_are_timed_before_any_case_is_profiled_or_replayed(toy, monkeypatch):
-    """Launches are slower once a profiler has run, so all cases must be timed before that."""
+    """Launches are slower once a profiler has run, so all cases must be timed before the first is profiled."""
     order = []
 
     def replay(step, *_, optimizer, **__):
@@ -202,7 +202,7 @@ def test_long_steps_are_repeated_less_often(toy, monkeypatch, fastest_ms, warmup
 
 
 def test_readings_and_rates_are_assigned_to_their_case(toy, monkeypatch):
-    """Only a full step gets an additional run for power, if its timed steps are too short for the counter."""
+    """If the timed steps are too short for the energy counter, only a full step is run again to measure power."""
     peaks, watts, replayed_ms = count(1), iter([nan, nan, 6.0]), iter([[1.0, 20.0, 3.0], [9.0, 2.0, 4.0]])
     settled = []
 

@@ -192,8 +192,8 @@ def delay_gpu(operations: pd.DataFrame, late: int, delay_ns: int) -> tuple[pd.Da
     GPUs resume work later.
 
     Returns:
-        The changed operations, and by how many ns the other GPU waits longer. If the late GPU already waited in
-        this collective, this is less than the delay.
+        The changed operations, and the other GPU's additional waiting time in ns. If the late GPU already
+        waited in this collective, the additional waiting time is less than the delay.
     """
     rows = operations.sort_values("start_ns").copy()
     is_collective = rows["name"].astype(str).str.contains("nccl")

@@ -15,7 +15,7 @@ from stepscope.captures.summary import profile
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import read_trace
 
-STEPS, KERNELS = 3, 20  # each step lasts 1 ms, and each kernel 30 µs
+STEPS, KERNELS = 3, 20  # each step lasts 1 ms, and each kernel lasts 30 µs
 
 
 def trace_events(
@@ -23,7 +23,7 @@ def trace_events(
 ) -> list[dict]:
     """Return the events of three 1 ms steps with 20 consecutive 30 µs kernels each.
 
-    Every call of this function uses the same correlation ids.
+    Every call to this function uses the same correlation ids.
     """
     events: list[dict] = []
     for step in range(STEPS):
@@ -198,7 +198,7 @@ def test_gpu_name_is_used_only_when_unambiguous(tmp_path, names, device, expecte
 
 
 def export(path: Path, *changes: str) -> Path:
-    """Write an nsys export of three steps with a 300 µs copy and ten 50 µs kernels each; run SQL ``changes``."""
+    """Write an nsys export of three steps with a 300 µs copy and ten 50 µs kernels each; apply SQL ``changes``."""
     tid, pid = MAIN, PROCESS_KEY
     rows: dict[str, list[tuple]] = {"NVTX_EVENTS": [], "CUPTI_ACTIVITY_KIND_RUNTIME": []}
     kernels, copies = [], []

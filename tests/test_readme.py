@@ -231,7 +231,7 @@ def test_make_report_measures_every_study_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_ladder_with_custom_shape_measures_each_optimization(place):
-    """Use the small shape that the README suggests for a CPU."""
+    """Use the small model that the README suggests for a CPU."""
     assert "`--shape 64/128/2/2`" in (ROOT / "README.md").read_text()
     options = ["--shape", "64/128/2/2", "--runs", "runs/shape"]
     done = program_in(place, sys.executable, "-m", "stepscope.cli", "ladder", *options)

@@ -95,7 +95,7 @@ def test_phases_that_disagree_compares_a_phase_alone_and_within_the_step(changed
 
 
 def test_inconsistencies_are_described_in_all_rows_of_a_case():
-    """Each phase takes 10 ms, except in all bf16 steps of the mode ``forward`` and in one such fp32 step."""
+    """In the mode ``forward``, every bf16 step and one fp32 step take 20 ms; all other phases take 10 ms."""
     cases = [(precision, mode) for precision in ("bf16", "fp32") for mode in ("step", "forward")]
     rows, samples = [], {}
     for case in cases:
@@ -116,7 +116,7 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     readings["bf16", "step"]["power_w"] = 900.0
     times = measure.step_times(keys, samples, operations, readings, {}, "", "cuda")
     by_case = times.groupby(["precision", "mode"])["inconsistent"].unique().map(list)
-    # not checked for a full step, whose graph contains different kernels
+    # the replayed time of a full step isn't checked, because its graph contains different kernels
     replayed = "replayed in 90 ms, but its operations take"
     phase = "forward takes 20 ms in mode forward, but 10 ms in mode step"
     assert by_case.to_dict() == {
@@ -144,7 +144,7 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     ],
 )
 def test_has_enough_samples_depends_on_step_count_and_duration(wall_ms, enqueue_ms, device, steps):
-    """A GPU needs 30 steps or 2 s of steps; if the steps are launch-bound, it needs 100 steps or 3 s.
+    """On a GPU, 30 steps or 2 s of steps are enough; if the steps are launch-bound, 100 steps or 3 s are.
 
     For long steps, and on a CPU, the requested number of steps is enough.
     """
@@ -180,7 +180,7 @@ def test_inconsistent_rows_describes_each_row():
 
 
 def test_steady_drops_inconsistent_cases_from_the_time_tables_of_the_study():
-    """Every other row differs from the inconsistent row in one field of the key, so it stays in the tables."""
+    """All other rows differ from the inconsistent row in one key field, so they stay in the tables."""
     keys = ["run_id", "mode", "precision", "optimization", "batch_size"]
     samples = pd.DataFrame("a", index=range(6), columns=keys).assign(wall_ms=1.0)
     for row, key in enumerate(keys, 1):
@@ -218,7 +218,7 @@ def test_power_limited_step_stays_in_reports_if_only_its_profiled_steps_differ()
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_newest_run_replaces_earlier_runs_of_a_configuration(order):
-    """Of runs with equal start times, the one whose name sorts last counts as the newest."""
+    """Among runs with equal start times, the one whose name sorts last counts as the newest."""
     runs = [
         ("early", 1, "small", "step"),
         ("a_late", 3, "small", "step"),

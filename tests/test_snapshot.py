@@ -1,4 +1,4 @@
-"""Test that summaries of PyTorch's memory snapshots show the peak and what holds memory, and load safely."""
+"""Test that PyTorch's memory snapshots load safely, and that summaries show the peak and what holds memory."""
 
 import gzip
 import pickle

@@ -128,7 +128,7 @@ def test_advice_names_the_synchronizing_call_and_operator():
 
 @pytest.mark.parametrize(("sync_us", "cause"), [(80, "sync"), (1, "launch")])
 def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_us, cause):
-    """Each of ten ``.to`` calls waits for 80 µs of GPU work and is followed by four short kernels with gaps."""
+    """Each of ten ``.to`` calls waits for 80 µs of GPU work and precedes four short kernels separated by gaps."""
     events = []
     for at in range(0, 2000, 200):
         events += [
@@ -179,7 +179,10 @@ def test_gaps_are_summed_by_cause_call_and_place():
 
 
 def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
-    """Thread 1 synchronizes, loads and saves; thread 2, thread 1 and an unknown thread each end one gap."""
+    """Thread 1 synchronizes, loads and saves.
+
+    The operations that end the gaps are launched by thread 2, thread 1 and an unknown thread.
+    """
     events = [
         *launch(GEMM, 0, 5, 95),
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 90),
@@ -253,7 +256,7 @@ def test_gap_location_is_the_outermost_operator_in_the_innermost_range_and_frame
 
 
 def ranged(*names: str) -> list[dict]:
-    """Return the events of an outer range with one inner range per name, and an NCCL range at its end.
+    """Return the events of an outer range that contains one inner range per name, and finally an NCCL range.
 
     Each inner range encloses one kernel launch.
     """
@@ -325,7 +328,7 @@ def test_fp32_matmul_advice_depends_on_the_gpu():
 
 
 def advised_ms(gpu) -> dict[str, float]:
-    """Return the ms that each piece of advice would save, keyed by the advice's first five characters."""
+    """Return the time in ms that each piece of advice promises to save, keyed by its first five characters."""
     return {advice.what[:5]: advice.ms for advice in advice_for(gpu)}
 
 

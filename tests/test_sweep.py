@@ -46,7 +46,7 @@ HERE = SweepOptions()
 
 @pytest.fixture
 def sweep(write_sweep, store, faults):
-    """Return a function that sweeps over seeds in this process; its attribute ``output`` is what was printed."""
+    """Return a function that sweeps over seeds in this process; its attribute ``output`` is the printed text."""
 
     def run(seeds, how=HERE, **fields):
         path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
@@ -339,7 +339,7 @@ def test_progress_line_shows_run_time_and_remaining_time(store, tiny, monkeypatc
     ]
     collect(store, recording, configs, ends, began=400.0)
     lines = recording.export_text().splitlines()
-    # The lines report one to four of five runs as done, each time after ten minutes.
+    # The four lines report one to four finished runs out of five; the elapsed time is always ten minutes.
     minutes = [re.search(r"\(about (\d+) min left\)$", line)[1] for line in lines]
     assert minutes == ["40", "15", "7", "2"]
     assert "quick; inconsistent: it swings" in lines[1] and "failed: it fell" in lines[3]

@@ -59,7 +59,7 @@ def test_nsys_profiled_step_and_its_range_end_when_the_gpu_finishes(gpu, monkeyp
 
 
 def attention(gpu):
-    """Return an attention function that takes 1 s in forward and 2 s in backward on the fake GPU."""
+    """Return an attention function whose passes take 1 s (forward) and 2 s (backward) on the fake GPU."""
 
     def call(*qkv):
         gpu.launch(999)
@@ -87,7 +87,10 @@ def attention_on(gpu, **fields):
 def test_forward_and_backward_are_timed_separately_within_the_time_limit(
     gpu, monkeypatch, max_seconds_per_case, timed_steps, warmups, passes, is_long
 ):
-    """A pass takes 3 s, the warm-up a quarter of the limit, and the clock settles before long passes."""
+    """A pass takes 3 s, and the warm-up gets a quarter of the time limit.
+
+    If passes are long, an additional pass lets the SM clock settle before the timed passes.
+    """
     monkeypatch.setattr(attention_protocol, "LONG_MS", 2999.0 if is_long else 3001.0)
     calls, call = [], attention(gpu)
     measurement = attention_on(

@@ -116,7 +116,7 @@ def test_compiling_more_shapes_than_allowed_raises():
 
 
 class Graphs:
-    """Fake CUDA graphs that record no work; ``log`` lists the calls in order."""
+    """Fake CUDA graphs, which don't record any work; ``log`` lists the calls in order."""
 
     def __init__(self, monkeypatch, gpu, replay_ms=7.0):
         self.gpu, self.log = gpu, []

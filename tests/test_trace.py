@@ -125,7 +125,7 @@ def test_kernels_by_range_match_nsys(sample):
 
 
 def test_phase_times_match_nsys(sample):
-    """Backward isn't compared, because nsys attributes only one kernel to its range."""
+    """The backward phase isn't compared, because nsys attributes only one kernel to its range."""
     operations, ranges = sample
     times = phase_clocks(operations, ranges).set_index(["step", "phase"])
     assert len(times) == 20
@@ -274,7 +274,7 @@ def test_kernels_without_a_launch_record_are_outside_all_phases(tmp_path):
         (20, 30, 0, 7, 0, PROCESS_KEY, 1),
         (40, 60, 0, 7, 99, PROCESS_KEY, 2),
         (70, 75, 0, 8, None, PROCESS_KEY, 2),
-        # this kernel is from a different process, but has the correlation id of this process's call
+        # this kernel is from another process, but has the same correlation id as the first process's launch
         (80, 81, 0, 7, 0, PROCESS_KEY + (1 << 24), 1),
     ]
     path = made(tmp_path / "a.sqlite", [(20, MAIN)], STEP, kernels)
@@ -307,8 +307,8 @@ def test_waiting_calls_lists_slow_launches_and_synchronizations(tmp_path):
 
 
 def test_phase_clocks_handles_overlapping_streams_gaps_and_outside_operations(tmp_path):
-    # The GPU runs forward's operations from 100 to 130 and from 140 to 160. Two of the step's operations are
-    # outside forward, and one operation runs after the step.
+    # The GPU runs the forward phase's operations from 100 to 130 and from 140 to 160. Two of the step's operations
+    # are outside the forward phase, and one operation runs after the step.
     lasted = [
         (100, 120, 7),
         (110, 130, 8),

@@ -1,4 +1,4 @@
-"""Test that reports never render text from untrusted records as markup, and that no table makes one fail."""
+"""Test that reports never render text from untrusted records as markup, and that no table makes a report fail."""
 
 import hashlib
 import json
@@ -210,7 +210,7 @@ def test_errors_do_not_render_markup_from_unusable_runs(runs):
 
 
 def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield changes of one column, as pairs of the change's name and the changed copy of the table."""
+    """Yield changes to one column, as pairs of the change's name and the changed copy of the table."""
     yield "text", table.assign(**{column: "<b>x</b>"})
     yield "nothing", table.assign(**{column: None})
     yield "no number", table.assign(**{column: np.nan})

@@ -59,7 +59,7 @@ def test_phases_match_recomputation():
 def expected_outcome(key: tuple, row: Row) -> str:
     """Return the phase and reason of an out-of-memory error.
 
-    The phase is backward if forward's peak, which grows with the square of the context length, would fit.
+    The phase is ``backward`` if the forward pass would fit; its peak grows with the square of the context length.
     """
     if row["status"] != "oom":
         return ""

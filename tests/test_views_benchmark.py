@@ -70,7 +70,7 @@ def timed_rows() -> Rows:
 
 
 def samples_by_process() -> dict[tuple, list[Row]]:
-    """Return the samples in step order, by configuration (including the repeat), mode and phase."""
+    """Return the samples in step order, keyed by configuration (including the repeat), mode and phase."""
     result = defaultdict(list)
     for row in sorted(dicts("benchmark.samples"), key=lambda row: row["step"]):
         result[*(row[name] for name in CONFIG), row["mode"], row["phase"]].append(row)

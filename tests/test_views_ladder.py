@@ -37,7 +37,7 @@ BF16_MOMENTS = (
 
 
 def read_ladder(folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return a folder's ladder tables without inconsistent rows, but with those that the power limit explains."""
+    """Return a folder's ladder tables; omit each inconsistent row unless the power limit explains it."""
     tables = read_tables({"ladder": CASE[:3]}, folder)
     steps, kernels = tables["ladder.steps"], tables["ladder.kernels"]
     at_power_limit = steps.inconsistent.str.contains("profiled steps range") & (
@@ -235,7 +235,7 @@ def expected_ablations() -> Iterator[tuple[tuple, Row]]:
 
 
 def kernel_ms() -> dict[tuple, dict[str, float]]:
-    """Return the GPU time of each step in ms, by kernel category."""
+    """Return each step's GPU time in ms, keyed by kernel category."""
     times: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in RAW["kernels"].to_dict("records"):
         times[*(row[name] for name in CASE), row["optimization"]][row["kernel_category"]] += row["gpu_ms"]
@@ -310,7 +310,7 @@ def expected_fp8() -> Iterator[tuple[tuple, Row]]:
 
 
 def smooth_losses() -> dict[tuple, dict[tuple, list[float]]]:
-    """Return each case's moving averages over ten losses from the fifth step on, by optimization and seed."""
+    """Return moving averages over ten losses from the fifth step on, keyed by case, then optimization and seed."""
     smooth: dict[tuple, dict[tuple, list[float]]] = defaultdict(dict)
     columns = [*CASE, "optimization", "seed"]
     for key, rows in RAW["curves"].groupby(columns):

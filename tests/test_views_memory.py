@@ -89,7 +89,7 @@ def test_highest_stage_peak_matches_the_peak_of_the_step():
 
 
 def groups() -> dict[tuple, list[Row]]:
-    """Return the allocation groups by configuration and kind of allocation."""
+    """Return the allocation groups, keyed by configuration and kind of allocation."""
     result = defaultdict(list)
     for row in RAW["allocations"].to_dict("records"):
         result[(*(row[name] for name in STEP), row["what"])].append(row)
@@ -119,7 +119,7 @@ def test_block_memory_formulas_match_recorded_sizes():
         assert {name: view[key][name] for name in sizes} == pytest.approx(sizes)
 
 
-# prefixes of the names of the operations that save tensors, by module
+# prefixes of the names of operations that save tensors, keyed by module
 REGIONS = {
     "ffn": ["second multiplication", "first multiplication", "sigmoid", "down_proj", "gate_proj"],
     "attention.value": ["attention weights"],

@@ -83,7 +83,7 @@ def wrong_units(text: str) -> list[tuple[int, str]]:
 
 
 def printed_column(node: nodes.Expr | None) -> str:
-    """Return the column that an expression prints, also through a call such as ``.min()``, or "" if none."""
+    """Return the column that an expression prints, directly or by calling, say, ``.min()``; if none, return ""."""
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
         return printed_column(node.node.node)
     return node.attr if isinstance(node, nodes.Getattr) else ""
@@ -115,7 +115,7 @@ def test_planted_rule_violation_is_reported(text: str, why: str):
 
 
 def test_view_key_contains_every_configuration_field():
-    """The key may lack only fields that the view joins or omits, which it declares in ``over``."""
+    """The key may lack only fields that the view joins or omits; the view declares them in ``over``."""
     lacking = {
         name: [field for field in view.config if field not in (*view.key, *view.over)]
         for name, view in all_views().items()

@@ -1,4 +1,4 @@
-"""Test the ladder of a user's model: bad input, isolation, kept optimizations, modules, and complete runs."""
+"""Test the ladder on a user's model: bad input, isolation, kept optimizations, modules, and complete runs."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ HEAD = "import torch\nfrom torch import nn\n"
 
 @pytest.fixture(autouse=True)
 def imports(monkeypatch):
-    """After each test, remove the modules of models that it imported, so that later tests import them again."""
+    """After each test, remove the model modules that the test imported, so that later tests import them again."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name in ("mine", *[path.stem for path in MODELS.glob("*.py")]):
@@ -50,7 +50,7 @@ def imports(monkeypatch):
 
 @pytest.fixture
 def write(tmp_path):
-    """Return a function that writes a model's source to a file and finds its function ``build``."""
+    """Return a function that writes a model's source to a file and finds the file's function ``build``."""
 
     def make(text, name="mine.py"):
         path = tmp_path / name
@@ -222,7 +222,7 @@ def test_examine_finds_the_synchronizing_line_and_counts_flops(tmp_path):
     facts = examine(subject)
     assert facts["synchronizing"] == "router.py:15"
     forward = 2 * 4 * (8 * 8 + 8)  # FLOPs of one expert and of the gate, on four rows
-    assert facts["flops"] == 2 * forward  # backward computes only gradients of weights, because x needs none
+    assert facts["flops"] == 2 * forward  # x doesn't need a gradient, so only the weights get one
     assert facts["parameters"] == 2 * (8 * 8 + 8) + 9
 
 
@@ -380,7 +380,7 @@ def test_inapplicable_transforms_return_a_reason():
 def measured(write, tmp_path):
     """Return a function that measures a model in this process, in fp32 and then with optimizations.
 
-    The function returns the loop that measured the optimizations, and this loop's outcome.
+    The function returns the loop that measured the optimizations, and the outcome of the loop.
     """
 
     def measure(forward, *stack):
@@ -415,7 +415,7 @@ def test_master_adamw_gets_only_parameters_with_a_gradient(measured):
 
 
 def test_numerics_check_without_dropout_leaves_nothing_to_compile_in_timed_steps(measured, monkeypatch):
-    """Dynamo compiles separate code for the check without dropout; timed steps must not compile anything."""
+    """The check without dropout makes Dynamo compile separate code, but timed steps must not compile anything."""
     graphs = torch._dynamo.utils.counters["stats"]
     compiled = []
 
@@ -664,7 +664,7 @@ def test_text_from_user_code_is_not_rendered_as_markup(store, ladder):
 
 
 def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch):
-    """Keep every measured optimization, compile with the backend ``eager``, and start no new process."""
+    """Keep every measured optimization, compile with the backend ``eager``, and don't start a new process."""
     monkeypatch.setattr(loop, "call_isolated", lambda function, limit_s, job: function(job))
     monkeypatch.setattr(loop, "why_dropped", lambda outcome, before: "")
     monkeypatch.setattr(loop, "duration_ms", lambda outcome: 1.0)
@@ -676,7 +676,7 @@ def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch
         SCHEMAS[name].validate(table)
     steps = made.steps.set_index("optimization")
     assert [*steps.index] == [*OPTIMIZATIONS]
-    needs_more = {"tf32", "channels_last", "cuda_graph"}  # a GPU, or images
+    needs_more = {"tf32", "channels_last", "cuda_graph"}  # these need a GPU or images
     assert {*steps.index[steps["status"] != "ok"]} == needs_more
     assert made.kept == ("bf16", "fused_adamw", "compiled_model", "bf16_weights", "bf16_moments")
     assert (steps.loc[["compiled_blocks", "compiled_model"], "compile_s"] > 0).all()
@@ -736,7 +736,7 @@ def command(name, store, **environment):
 
 
 def test_command_measures_a_synchronizing_network_and_reports_the_line(store):
-    """Compilation is disabled: it takes half a minute in a new folder, and another test covers it."""
+    """Disable compilation, because it takes half a minute in a new folder and another test covers it."""
     steps = command("router", store, TORCHDYNAMO_DISABLE="1")
     where = "uncompiled, router.py:15 reads a number from the device"
     reason = steps.loc["cuda_graph", "reason"]
