@@ -73,7 +73,7 @@ class Fit(NamedTuple):
     """A prediction of whether one step fits into a GPU's memory.
 
     ``fits`` is "yes", "no", or "tight" (the peak exceeds :data:`TIGHT` of the memory). Each ``largest_`` field is
-    the largest value that fits while all others stay the same; it is 0 or "none" if no value fits.
+    the largest value that fits while the other fields stay the same; it is 0 or "none" if no value fits.
     """
 
     step: str
@@ -87,7 +87,7 @@ class Fit(NamedTuple):
 class Case(NamedTuple):
     """One case of the handout's benchmark, with its predicted fp32 peak and whether this peak fits.
 
-    The peak is that of the phases that ``mode`` runs.
+    The peak covers the phases that ``mode`` runs.
     """
 
     size: str

@@ -138,8 +138,8 @@ def checkpoint_rows(
     Args:
         times, readings: as in :class:`stepscope.measure.Results`.
         expected: values of additional columns by case, such as the predicted peak.
-        block_runs: the number of forward passes of blocks in one step, by case; only for cases whose step ran to
-            the end.
+        block_runs: the number of forward passes of blocks in one step, by case; only for cases whose step was
+            completed.
         blocks: the number of the model's blocks.
     """
     rows = times[times["phase"] == TOTAL].copy()
