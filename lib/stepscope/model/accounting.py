@@ -14,8 +14,8 @@
 
 Weights and optimizer state are always present. Saved tensors accumulate block by block in forward. Backward frees
 them again, while gradients accumulate. So if the saved tensors are larger than the gradients (long contexts, large
-batches), the peak is at the start of backward; otherwise, it is near the end of backward or in the optimizer. The
-formulas determine the exact instant of the peak, and the temporaries that exist at that instant.
+batches), the peak is at the start of the backward pass; otherwise, it is near the end of this pass or in the
+optimizer. The formulas determine the exact instant of the peak, and the temporaries that exist at that instant.
 
 **Notation.** The size of each tensor is a whole number of bytes times one of a few products of dimensions
 (:func:`terms`), so the live bytes at an instant are a short sum: ``"20X + 12S"`` means 20 B T C + 12 B H T T

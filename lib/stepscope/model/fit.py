@@ -23,8 +23,8 @@ MASTER, LOW, MOMENT = 4, 2, 2
 def fully_optimized_bytes(config: StepConfig, moment: int = MOMENT) -> int:
     """Return the peak of the ladder's fully optimized step, in bytes.
 
-    Memory changes linearly from the start of backward (everything saved, no gradients) to its end (all gradients,
-    nothing saved), so the peak is at the start or at the end.
+    Memory changes linearly from the start of the backward pass (all saved tensors, but no gradients) to its end
+    (all gradients, but no saved tensors), so the peak is at the start or at the end.
 
     Args:
         moment: bytes per parameter for each of AdamW's two moments.

@@ -83,7 +83,7 @@ def _outcomes(frame: pd.DataFrame) -> pd.Series:
     """Describe in which phase and why each case ran out of memory ("" for cases that didn't).
 
     Both phases of a case share one status, because a case is checked before it is timed. To find the phase that
-    failed, we take the peak memory of forward at the longest context length that ran, and scale it by the square
+    failed, we take the forward peak at the longest context length that ran, and scale it by the square
     of the ratio of context lengths. If the result fits into GPU memory, the case ran out of memory in backward.
     """
     alike = [*SETTING, "implementation"]

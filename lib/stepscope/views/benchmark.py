@@ -376,8 +376,8 @@ def repeats(data: Views) -> pd.DataFrame:
 def phases(data: Views) -> pd.DataFrame:
     """Return one row per configuration, with the GPU times and shares of the full step's phases.
 
-    ``backward_ratio`` is the time of backward divided by the time of forward; ``model_share`` is the share of
-    forward and backward together.
+    ``backward_ratio`` is the backward time divided by the forward time; ``model_share`` is the share of
+    both together.
     """
     found = data["times"].query("mode == 'step' and phase != 'total'").set_index(["study", *CONFIG, "phase"])
     gpu_ms, shares = (

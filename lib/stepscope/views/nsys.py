@@ -486,7 +486,7 @@ def _by_category(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def launch_timeline(data: Views) -> pd.DataFrame:
-    """Return one row per operation in a window of forward, with the times of its CPU launch and GPU execution.
+    """Return one row per operation in a window of the forward pass, with the times of its launch and execution.
 
     Times count from the window's start. In the mode "replayed", forward runs as a CUDA graph.
     """
