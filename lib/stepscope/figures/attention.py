@@ -13,7 +13,7 @@ MIN_TICK_RATIO = 4  # minimum ratio of neighboring labeled context lengths; clos
 
 @style.look()
 def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw the GPU time of forward and backward against the context length, with one line per implementation.
+    """Draw the forward and backward GPU time against the context length, with one line per implementation.
 
     Args:
         rows: rows of the view ``attention``, for one head dimension and precision.
@@ -30,7 +30,7 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    # Labels are at the right edge, and name the last context length of an implementation that ends earlier.
+    # Labels are at the right edge. If a line ends earlier, its label also names its last context length.
     last = rows.sort_values("context_length").groupby("name")[["context_length", "gpu_ms"]].last()
     ends, colors = {}, {}
     for name, length, ms in last.itertuples():
@@ -45,7 +45,7 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
 def attention_heatmap(title: str, rows: pd.DataFrame) -> style.Picture:
     """Draw a heatmap of one implementation's GPU time by head dimension and context length.
 
-    The time is that of forward and backward together.
+    The time covers forward and backward together.
 
     Args:
         rows: rows of the view ``attention``, one per head dimension and context length.

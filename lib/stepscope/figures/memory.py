@@ -121,7 +121,7 @@ def _mark_phases(axis: Axes, phases: pd.Series) -> None:
 
 
 def _mark_peak(axis: Axes, total: pd.Series, text: str) -> None:
-    """Mark the highest point with ``text``, the peak of allocated memory (the figure draws requested memory)."""
+    """Mark the highest point with ``text``, which gives allocated memory; the curve shows requested memory."""
     place = int(total.to_numpy().argmax())
     axis.plot([place], [total.iloc[place]], "v", color=style.INK)
     axis.annotate(

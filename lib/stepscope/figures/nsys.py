@@ -5,7 +5,7 @@ import pandas as pd
 from stepscope.report import style
 from stepscope.studies.nsys.figures import ON_GPU, draw_lanes, draw_shares
 
-# Without the loss, which is too short to see.
+# The phases to draw. The loss is omitted, because it is too short to see.
 PHASES = {"forward": "forward", "backward": "backward", "optimizer": "AdamW"}
 
 
@@ -37,7 +37,7 @@ def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Pic
 
 @style.look()
 def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
-    """Draw the CPU launches and the GPU kernels in one millisecond of forward.
+    """Draw the CPU launches and the GPU kernels in one millisecond of the forward pass.
 
     The figure also shows the GPU kernels of a forward pass that is replayed as a CUDA graph.
 

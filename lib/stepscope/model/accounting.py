@@ -14,8 +14,8 @@
 
 Weights and optimizer state are always present. Saved tensors accumulate block by block in forward. Backward frees
 them again, while gradients accumulate. So if the saved tensors are larger than the gradients (long contexts, large
-batches), the peak is at the start of backward; otherwise, it is near the end of backward or in the optimizer. The
-formulas determine the exact instant of the peak, and the temporaries that exist at that instant.
+batches), the peak is at the start of the backward pass; otherwise, it is near the end of this pass or in the
+optimizer. The formulas determine the exact instant of the peak, and the temporaries that exist at that instant.
 
 **Notation.** The size of each tensor is a whole number of bytes times one of a few products of dimensions
 (:func:`terms`), so the live bytes at an instant are a short sum: ``"20X + 12S"`` means 20 B T C + 12 B H T T
@@ -80,7 +80,7 @@ class Formulas:
     backward_head: dict[str, str]
     # in a block; excludes the gradients of later blocks, and the saved tensors and weight cache of earlier blocks
     backward: dict[str, str]
-    backward_end: str  # backward of the embedding, which runs last
+    backward_end: str  # the backward pass of the embedding, which runs last
     logits: str
     kernel: str = ""  # additional memory of a fused attention kernel in backward, on a GPU
 
@@ -195,7 +195,8 @@ def _fused(naive: Formulas, kernel: str, infer: dict[str, str], backward: dict[s
 
 
 # In backward, the kernels of cuDNN and FlashAttention need fp32 sums of the queries' gradients and one number per
-# row. The memory-efficient kernel, which fp32 uses, needs 130 numbers per row (measured with head dim 80).
+# row. The memory-efficient kernel, which fp32 uses, needs 130 numbers per row (measured with head
+# dimension 80).
 FUSED_FORMULAS = {
     "fp32": _fused(
         FORMULAS["fp32"],
@@ -413,12 +414,12 @@ def _forward_instants(sizes: _Sizes) -> Iterator[Instant]:
 
 
 def _loss_instants(sizes: _Sizes) -> Iterator[Instant]:
-    """Yield the instants of the loss, and of backward through the loss and the head."""
+    """Yield the instants of the loss, and of the backward pass through the loss and the head."""
     group = sizes.blocks_per_checkpoint
     if group:
         groups = -(-sizes.layers // group)
         saved = groups * sizes.stream
-        cached = 0  # recomputation casts the weights again, so forward's copies aren't kept
+        cached = 0  # recomputation casts the weights again, so the copies from forward aren't kept
     else:
         saved = sizes.layers * sizes.saved
         cached = sizes.layers * sizes.weight_cache
@@ -430,7 +431,7 @@ def _loss_instants(sizes: _Sizes) -> Iterator[Instant]:
 
 
 def _backward_instants(sizes: _Sizes) -> Iterator[Instant]:
-    """Yield the instants of backward through the blocks, with recomputation, and through the embedding."""
+    """Yield the instants of the backward pass through the blocks, with recomputation, and the embedding."""
     layers, logits = sizes.layers, sizes.logits
     group = sizes.blocks_per_checkpoint or layers
     for layer in reversed(range(layers)):
@@ -478,7 +479,7 @@ def _optimizer_instant(config: StepConfig, logits: int) -> Instant:
 
 
 def at_rest(config: StepConfig, mode: str) -> dict[str, int]:
-    """Return the live bytes by kind between two steps, without gradients.
+    """Return the live bytes by kind between two steps, excluding gradients.
 
     These are the weights, the model's tables, the batch and, in mode "step", AdamW's two moments.
     """
@@ -530,7 +531,7 @@ def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0)
     The arguments are the same as those of :func:`instants`.
 
     Raises:
-        StepscopeError: If the configuration has no formulas.
+        StepscopeError: If there are no formulas for the configuration.
     """
     share = _rounding_share(config)
     top = max(

@@ -23,8 +23,8 @@ MASTER, LOW, MOMENT = 4, 2, 2
 def fully_optimized_bytes(config: StepConfig, moment: int = MOMENT) -> int:
     """Return the peak of the ladder's fully optimized step, in bytes.
 
-    Memory changes linearly from the start of backward (everything saved, no gradients) to its end (all gradients,
-    nothing saved), so the peak is at the start or at the end.
+    Memory changes linearly from the start of the backward pass (all saved tensors, but no gradients) to its end
+    (all gradients, but no saved tensors), so the peak is at the start or at the end.
 
     Args:
         moment: bytes per parameter for each of AdamW's two moments.
@@ -73,7 +73,7 @@ class Fit(NamedTuple):
     """A prediction of whether one step fits into a GPU's memory.
 
     ``fits`` is "yes", "no", or "tight" (the peak exceeds :data:`TIGHT` of the memory). Each ``largest_`` field is
-    the largest value that fits while all others stay the same; it is 0 or "none" if no value fits.
+    the largest value that fits while the other fields stay the same; it is 0 or "none" if no value fits.
     """
 
     step: str
@@ -87,7 +87,7 @@ class Fit(NamedTuple):
 class Case(NamedTuple):
     """One case of the handout's benchmark, with its predicted fp32 peak and whether this peak fits.
 
-    The peak is that of the phases that ``mode`` runs.
+    The peak covers the phases that ``mode`` runs.
     """
 
     size: str

@@ -1,4 +1,4 @@
-"""Count the model's floating-point operations by formula, with 2 per multiply-add of a matmul.
+"""Count the model's floating-point operations by formula, counting 2 per multiply-add of a matmul.
 
 We follow ``torch.utils.flop_counter`` and appendix B of the PaLM paper: norms, softmax and other pointwise work
 are omitted, and attention counts the full T x T square, because naive attention computes it.
@@ -46,8 +46,8 @@ def forward_flops(config: StepConfig) -> dict[str, int]:
 def phase_flops(config: StepConfig) -> dict[str, int]:
     """Return the FLOPs of one step by phase.
 
-    Backward runs two matmuls for each matmul in forward, one for the gradient of each factor. AdamW runs no
-    matmul.
+    Backward runs two matmuls for each matmul in forward, one for the gradient of each factor. AdamW doesn't
+    run matmuls.
     """
     forward = sum(forward_flops(config).values())
     return {

@@ -19,7 +19,7 @@ _domain = nvtx.get_domain(DOMAIN)
 
 
 class ProfilerRanges:
-    """A replacement for the NVTX domain when torch.profiler runs: the same methods open the profiler's ranges."""
+    """A replacement for the NVTX domain, whose methods open ranges of torch.profiler instead."""
 
     def __init__(self) -> None:
         self.threads = threading.local()
@@ -37,7 +37,7 @@ class ProfilerRanges:
 
 
 def use_ranges(ranges: Any) -> None:
-    """Open all further ranges with ``ranges`` instead of the NVTX domain.
+    """Make ``ranges`` open all later ranges, instead of the NVTX domain.
 
     Args:
         ranges: an object with the methods of :class:`ProfilerRanges`.
@@ -48,7 +48,7 @@ def use_ranges(ranges: Any) -> None:
 
 
 def region(name: str) -> Callable:
-    """Return a decorator that stores a region's name on a method, and doesn't wrap the method."""
+    """Return a decorator that stores a region's name on a method, without wrapping the method."""
 
     def mark(method: Callable) -> Callable:
         setattr(method, "region", name)  # noqa: B010
@@ -77,8 +77,8 @@ class Annotation:
 
     Autograd runs backward in its own threads, where no range of the forward pass is open. However, the forward
     pass numbers autograd nodes with a counter, so the counter's values at the start and end of a region identify
-    the nodes that the region created. This method is exact, even for fused or rewritten operations. Ranges opened
-    by module hooks would miss the operations between modules.
+    the nodes that the region created. This approach is exact, even for fused or rewritten operations. Ranges
+    opened by module hooks would miss the operations between modules.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Annotation:
 
 
 def _wrapped(method: Callable, name: str, annotation: Annotation) -> Callable:
-    # looked up once: these calls are part of the profiled step
+    # looked up in advance, because lookups would take time in the profiled step
     attributes, push, pop = _attributes(name), _domain.push_range, _domain.pop_range
     next_number, made = torch._C._autograd._get_sequence_nr, annotation.made
 

@@ -20,7 +20,7 @@ def text_batches(
     """Return token ids below 256, an int64 tensor (steps, B, T + 1) on the CPU. Every call returns the same ids.
 
     Raises:
-        StepscopeError: If this Python has no ``pydoc_data``.
+        StepscopeError: If this Python installation doesn't include ``pydoc_data``.
     """
     spec = importlib.util.find_spec("pydoc_data.topics")
     if spec is None or spec.origin is None:

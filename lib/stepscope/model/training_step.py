@@ -1,8 +1,8 @@
 """One unoptimized training step: forward, loss, backward and torch's AdamW.
 
 This step is used by the process that nsys profiles, by the measurement of the launch rate, and by explore.ipynb.
-Other notebooks define their own step in a cell. The ladder's optimizations change a different step, the one of
-:class:`stepscope.optimizations.transforms.TrainedSubject`. No timing code is in this module.
+Other notebooks define their own step in a cell. The ladder's optimizations change a different step, that of
+:class:`stepscope.optimizations.transforms.TrainedSubject`. This module doesn't contain timing code.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ def build_step(config: StepConfig, mode: str | None = None) -> Step:
         torch.OutOfMemoryError: If the weights alone don't fit.
     """
     if config.device == "cuda":
-        torch.cuda.empty_cache()  # cached blocks would count as reserved
+        torch.cuda.empty_cache()  # cached blocks would count as reserved memory
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
     mode = mode or (config.mode if config.mode in PHASES else "step")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 adamw_kernel: Any = None
 adamw_fp8_kernel: Any = None
-HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs has no Triton
+HAS_TRITON = find_spec("triton") is not None  # PyTorch's builds for CPUs don't include Triton
 BLOCK = 512  # elements per program of the kernel; every tensor starts at a multiple of this number
 TILE = (32, 64)  # rows and columns per program of the FP8 kernel, which also writes the transpose
 COLUMNS = 8  # scalars per parameter that the kernel reads

@@ -4,17 +4,17 @@ Each function changes the subject, or returns the reason why it doesn't apply. T
 order:
 
     tf32              fp32 matmuls and convolutions round their inputs to TF32
-    channels_last     the memory layout of images that convolutions prefer
+    channels_last     the memory layout that convolutions prefer for images
     bf16              autocast
     fused_adamw       one kernel updates all parameters
-    compiled_blocks   torch.compile of the repeated blocks, which share one compilation
-    compiled_model    torch.compile of the model as one piece
+    compiled_blocks   torch.compile on the repeated blocks, which share one compilation
+    compiled_model    torch.compile on the model as one piece
     cuda_graph        the step is recorded once and replayed by a single launch
     bf16_weights      matrices are stored in bf16; the optimizer keeps fp32 masters
     bf16_moments      AdamW's moments in bf16
 
-The built-in Transformer goes through the same transforms. Its notebook adds what only that model has, such as its
-own attention.
+The built-in Transformer goes through the same transforms. Its notebook adds transforms for parts that only
+this model has, such as its own attention.
 """
 
 from functools import partial
@@ -51,7 +51,7 @@ def tf32(subject: TrainedSubject) -> str | None:
 
 
 def channels_last(subject: TrainedSubject) -> str | None:
-    """Store images and convolution weights with the channels last, which is the layout that tensor cores read."""
+    """Store images and convolution weights with the channels last, the layout that tensor cores read."""
     if not any(isinstance(module, nn.Conv2d) for module in subject.model.modules()):
         return "the model has no 2-D convolution"
     subject.model.to(memory_format=torch.channels_last)

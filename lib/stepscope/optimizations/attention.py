@@ -15,7 +15,7 @@ from stepscope.config import RunConfig
 from stepscope.measure import storage_bytes
 from stepscope.model.training_step import AUTOCAST_DTYPES
 
-MAX_SCORES = 2**28  # scores in memory at once (2 GiB in float64); for more, the queries are split
+MAX_SCORES = 2**28  # maximum number of scores in memory (2 GiB in float64); for more, queries are split
 
 
 class Inputs:
@@ -88,7 +88,7 @@ def _attention_of_element(
     v: Tensor,
     gradient: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return output, dq, dk and dv of one batch element, (1, T, d) each."""
+    """Return the output, dq, dk and dv of one batch element, (1, T, d) each."""
     context_length = q.shape[-2]
     num_queries = max(1, MAX_SCORES // context_length)
     outputs = []

@@ -1,7 +1,7 @@
 """Chunked cross-entropy: compute the head and the loss for one chunk of tokens at a time, to save memory.
 
 The logits of all tokens never exist at the same time. Each chunk's gradients are computed right after its
-logits, as in Liger Kernel's fused linear cross-entropy (Hsu et al. 2024), so backward recomputes nothing.
+logits, as in Liger Kernel's fused linear cross-entropy (Hsu et al. 2024), so backward doesn't recompute anything.
 """
 
 from typing import Any

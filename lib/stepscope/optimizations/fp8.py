@@ -30,7 +30,7 @@ kernel that updates them (optimizer.py), while it has each new value in a regist
 read all weights again, which would cost most of the time that FP8 saves. A matrix has one scale, a power of two
 that comes from the largest magnitude one step ago ("delayed" scaling). This scale lets the magnitude grow by a
 factor of 1.75 before numbers saturate, and keeps a matrix's small numbers within the range. Two matmuls read a
-weight, and for each, the index that it sums over must come last. So we store each weight in both layouts:
+weight, and each needs the index that it sums over to come last. So we store each weight in both layouts:
 
     forward   y  = x W^T     W (N, K)       backward   dx = dy W     W^T (K, N)
 
@@ -50,12 +50,12 @@ For gradients, the partial sums are moved to fp32 after every few products, whic
 
 **Errors.** A matmul's error comes from e4m3's mantissa: numbers with 4 significant bits and *any* range have the
 same error (a test checks this). So scales for smaller blocks would not help, and e5m2 would make gradients worse:
-its range is wider, but it has one bit less. How much of the error reaches a gradient depends on the weights. With
-freshly drawn weights, a deep model amplifies the error of its first block, in any format. A trained model does
-not (the ladder measures both).
+its range is wider, but it has one mantissa bit less. How much of the error reaches a gradient depends on the
+weights. With freshly drawn weights, a deep model amplifies the error of its first block, in any format. A trained
+model does not (the ladder measures both).
 
-Embedding, norms, attention and the head are unchanged. A CPU computes in fp32 with the same 8-bit numbers, so you
-can try the arithmetic anywhere.
+The embedding, the norms, attention and the head are unchanged. A CPU computes in fp32 with the same 8-bit numbers,
+so you can try the arithmetic anywhere.
 
     use_fp8(model.blocks)
     optimizer = MasterAdamW(model, lr=3e-4, moments=torch.bfloat16)
@@ -70,7 +70,7 @@ from torch import Tensor, nn
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = torch.finfo(FP8).max
-MIN_CAPABILITY = (9, 0)  # the minimum for matmuls with row-wise scales
+MIN_CAPABILITY = (9, 0)  # minimum compute capability for matmuls with row-wise scales
 
 
 def has_fp8(device: str) -> bool:
@@ -122,7 +122,7 @@ def matmul(
         fast: accumulate in the tensor cores' reduced precision.
     """
     a8, a_scale = quantize_rows(a)
-    scale = a_scale * b_scale  # the kernel needs a scale per row of each operand; those of b are 1
+    scale = a_scale * b_scale  # the kernel needs a scale per row of each operand; for b, all are 1
     if a.device.type == "cpu":
         return ((a8.float() @ b8.float().t()) * scale).to(a.dtype)
     return torch._scaled_mm(
@@ -136,7 +136,7 @@ def matmul(
 
 
 class Fp8Matmul(torch.autograd.Function):
-    """x @ weight.T for x (M, K), and a weight (N, K) that holds two FP8 layouts, with its scale ()."""
+    """x @ weight.T for x (M, K) and a weight (N, K) that holds two FP8 layouts, with one scale, ()."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, ones: Tensor) -> Tensor:  # -> (M, N)

@@ -1,4 +1,4 @@
-"""AdamW with fp32 master weights, which writes the bf16 weights for matmuls, so that a step casts nothing.
+"""AdamW with fp32 master weights, which writes the bf16 weights for matmuls, so that a step needs no casts.
 
     optimizer = MasterAdamW(model, lr=3e-4, moments=torch.bfloat16)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
@@ -8,7 +8,7 @@
 **Why two copies of a weight.** Matmuls in bf16 are many times faster than in fp32, and read half the bytes.
 Updates, however, need fp32. bf16 has 8 significant bits, so the next number above 1 is 1 + 2^-7, and an update of
 3e-4 changes nothing, however often it is repeated. Therefore, training in mixed precision (Micikevicius et al.
-2017, arXiv:1710.03740) accumulates updates in fp32 master weights, and multiplies with a bf16 copy.
+2017, arXiv:1710.03740) accumulates updates in fp32 master weights, and runs matmuls with a bf16 copy.
 
 **The difference from autocast.** Under autocast, the model's parameters are the fp32 weights. Every forward pass
 casts each of them to bf16 (torch's autocast weight cache keeps the copy until the pass ends), and every backward
@@ -41,7 +41,7 @@ keep the values that they had during the capture.
 
 **Weights that other code writes** (a checkpoint, a clamp, DDP's broadcast) become the masters. Every in-place
 operation of PyTorch increases a parameter's version counter, and an eager step compares each counter with its
-previous value. The optimizer's own writes use other tensors over the same memory, so they don't change the
+previous value. The optimizer's own writes use other tensors that share this memory, so they don't change the
 counter. A weight replaces its master only if it differs from the rounded master, so loading weights that were
 rounded from the masters keeps the masters' precision. Each parameter has its own storage over its part of the
 buffer (created with DLPack), because programs that save weights mistake two views of one storage for tied weights.
@@ -62,8 +62,8 @@ from stepscope.optimizations import adamw, fp8, guards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of a parameter's state
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
-# The scalars for a parameter without a gradient, with which a step changes nothing. In the kernel's order: kept,
-# rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps.
+# The scalars for a parameter without a gradient. With these scalars, a step doesn't change the parameter. In the
+# kernel's order: kept, rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps.
 UNCHANGED = (1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
 
 
@@ -86,7 +86,7 @@ class TakeWeights:
 
 
 def add_masters(optimizer: "MasterAdamW", state_dict: dict[str, Any]) -> None:
-    """Add each parameter's fp32 master to its state (a hook of ``state_dict``)."""
+    """Add each parameter's fp32 master to the state dict (a hook of ``state_dict``)."""
     optimizer.take_weights()
     for index, master in enumerate(optimizer.masters().values()):
         state_dict["state"][index]["master"] = master
@@ -113,7 +113,7 @@ class MasterAdamW(torch.optim.Optimizer):
     Args:
         params: a model on its device, or anything that torch's optimizers accept: parameters, named parameters,
             or groups. Parameters with two or more dimensions become bf16, except for those of a model's recurrent
-            layers; those that don't require a gradient are not changed. Create the optimizer before
+            layers. Parameters that don't require a gradient are not changed. Create the optimizer before
             DistributedDataParallel wraps the model.
         lr: the learning rate. Each group's ``"lr"`` is a tensor, (), on the parameters' device; write it in
             place, as torch's schedulers do. If you assign a number instead, only eager steps use it. If you
@@ -124,7 +124,7 @@ class MasterAdamW(torch.optim.Optimizer):
     Raises:
         ValueError: If ``moments`` is another dtype, an option is out of range, ``lr`` is on another device, or a
             name is used twice; if parameters are sharded, wrapped by DistributedDataParallel, on several devices,
-            or neither fp32 nor bf16; or if, on a GPU, an FP8 weight has a side that is not a multiple of 64.
+            or neither fp32 nor bf16; or if, on a GPU, an FP8 weight has a dimension that is not a multiple of 64.
     """
 
     @torch.no_grad()
@@ -201,7 +201,7 @@ class MasterAdamW(torch.optim.Optimizer):
             self.view(self.master, index).copy_(parameter)
             becomes_bf16 = parameter.dim() > 1 and parameter not in kept_in_fp32
             buffer = self.low if becomes_bf16 else self.master
-            new_storage = torch.from_dlpack(self._flat(buffer, index))  # over the same memory
+            new_storage = torch.from_dlpack(self._flat(buffer, index))  # shares the buffer's memory
             parameter.data = new_storage.as_strided(parameter.shape, self.strides[index])
             state = {
                 "step": self.count[index],
@@ -214,7 +214,7 @@ class MasterAdamW(torch.optim.Optimizer):
             self.state[parameter] = state
         self.addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.versions = [parameter._version for parameter in self.parameters]
-        self.replicas: Any = None  # a weak reference to the DDP whose ranks share the masters
+        self.replicas: Any = None  # a weak reference to the DDP wrapper whose ranks share the masters
 
     def _blocks(self, index: int) -> int:
         """Return the number of the kernel's blocks that a parameter fills."""
@@ -234,7 +234,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.decays, *betas = torch.zeros(3, num_parameters, device=device, dtype=torch.float64)
         self.betas = torch.stack(betas)
         self.scalars = torch.zeros(num_parameters, adamw.COLUMNS, device=device, dtype=torch.float32)
-        self.fixed: list[Any] = []  # the other options of each group, as last read
+        self.fixed: list[Any] = []  # the other options of each group when they were last read
         for rate, group in zip(self.rates.unbind(), self.param_groups):
             lr = group["lr"]
             if not isinstance(lr, Tensor):
@@ -274,10 +274,10 @@ class MasterAdamW(torch.optim.Optimizer):
         return by_program.to(self.device)
 
     def _tiles(self, index: int) -> Tensor:
-        """Return the offsets of the tiles' first elements in a matrix.
+        """Return the offset of each tile's first element in a matrix.
 
         Raises:
-            ValueError: If a side is not a multiple of 64.
+            ValueError: If a dimension is not a multiple of 64.
         """
         height, width = self.shapes[index]
         if height % 64 or width % 64:

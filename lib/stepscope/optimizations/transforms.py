@@ -13,8 +13,8 @@ why it doesn't apply:
             block.compile(dynamic=False)
         subject.compiles = True
 
-Weights, optimizer and batch are on the device only between :meth:`TrainedSubject.load` and
-:meth:`TrainedSubject.unload`, because a GPU may not hold them for every optimization at once.
+The weights, the optimizer and the batch are on the device only between :meth:`TrainedSubject.load` and
+:meth:`TrainedSubject.unload`, because those of all optimizations together may not fit into a GPU's memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ class TrainedSubject(Subject):
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
 
     def share_program(self, other: "TrainedSubject") -> None:
-        """Use the model and the loss of an equal subject, so that both subjects share compiled code."""
+        """Use the model and the loss of an equivalent subject, so that both subjects share compiled code."""
         self.model = other.model
         self.loss = other.loss
         self.parameters = other.parameters
@@ -115,7 +115,7 @@ class TrainedSubject(Subject):
             torch.cuda.empty_cache()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the writable fp32 weights, which are the optimizer's masters or else the model's parameters."""
+        """Return the writable fp32 weights: the optimizer's masters or, if there are none, the parameters."""
         if isinstance(self.optimizer, MasterAdamW):
             return self.optimizer.masters()
         return self.parameters
@@ -145,7 +145,7 @@ class TrainedSubject(Subject):
                 tensor.zero_()
 
     def reset(self) -> None:
-        """Free the gradients, without visiting all modules as ``model.zero_grad()`` does, which costs CPU time."""
+        """Free the gradients, but don't visit all modules as ``model.zero_grad()`` does, which takes CPU time."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -189,7 +189,7 @@ def keeps_program(transform: Transform) -> Transform:
 
 
 def apply(transforms: Sequence[Transform], subject: TrainedSubject) -> dict[str, str]:
-    """Apply transforms in order; return the reason for each transform that doesn't apply, by its name."""
+    """Apply transforms in order; return the reasons of those that don't apply, keyed by the transform's name."""
     reasons = {}
     for transform in transforms:
         reason = transform(subject)

@@ -13,7 +13,7 @@ from stepscope.report.output import Report, stale_figures
 from stepscope.runs.store import Store
 from stepscope.views import Views
 
-# Maximum difference between coordinates, in points, because machines round the last digit differently.
+# Coordinates may differ by up to this many points, because machines round the last digit differently.
 NEARLY = 0.05
 MAX_BYTES = 2**28
 

@@ -50,7 +50,7 @@ class DocumentError(StepscopeError):
 
 
 def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values, of which there must be at least one.
+    """Return the rows with the given values, and check that there is at least one.
 
     Args:
         values: for each column, a value, a list of allowed values, or ``each`` to allow all values.
@@ -119,7 +119,7 @@ def table(
 
     Args:
         columns: "name" or "name: heading, unit"; if none are given, all columns are printed.
-        unit: unit of numbers whose heading contains no unit.
+        unit: unit of numbers whose heading doesn't contain a unit.
         rows: maximum number of rows to print.
         drop_empty: omit columns without values instead of raising an error.
 
@@ -232,7 +232,7 @@ class _Context(jinja2.runtime.Context):
 class _Environment(jinja2.Environment):
     """A Jinja2 environment for templates over views.
 
-    A column takes precedence over a pandas attribute with the same name (``row.size``, ``row.mode``). A call of
+    A column takes precedence over a pandas attribute with the same name (``row.size``, ``row.mode``). A call to
     ``holds`` also receives its line number, and the numbers that its condition compares.
     """
 

@@ -26,7 +26,7 @@ from stepscope.runs.record import Record, inconsistency_warnings, mixed_notebook
 from stepscope.runs.store import Store, runs_folder
 from stepscope.stats import POWER_CAP
 
-MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # limits of one table, in memory
+MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # limits on the rows of one table, and on its bytes in memory
 QUIET_S = 2.0  # if checking the files takes longer, we print that runs are being read
 SOFTWARE = ("torch", "cuda", "driver")
 # Columns that contain times, and columns that identify a case; a run measures all rows of a case together.
@@ -227,7 +227,7 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
 
 
 def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
-    """Add empty columns for the optional columns that older records omit."""
+    """Add the optional columns that older records omit, without values."""
     optional = [name for name, column in schema.columns.items() if not column.required]
     return frame.assign(**{name: None for name in optional if name not in frame})
 
@@ -265,7 +265,7 @@ def steady(tables: Tables) -> Tables:
 
 
 def _is_unusable(cases: pd.DataFrame) -> pd.Series:
-    """Return whether each row is inconsistent for a reason other than a fluctuating clock."""
+    """Return a mask of the rows that are inconsistent for a reason other than a fluctuating clock."""
     is_unusable = cases["inconsistent"] != ""
     if "clock_reasons" in cases:
         is_limited = cases["clock_reasons"].str.contains(POWER_CAP, na=False)

@@ -72,10 +72,10 @@ def stale_figures(report: Report, out: Path) -> list[Path]:
 
 
 def readme(out: Path, first: str) -> dict[str, str]:
-    """Return the README in ``out`` with ``first`` inserted between its marks, as a dictionary.
+    """Return the text of the README in ``out``, with ``first`` inserted between the README's marks.
 
-    The dictionary maps the file's name to its text. It is empty if there is no README, or if the README has no
-    marks.
+    The result is a dictionary that maps the file's name to this text. It is empty if there is no README, or if the
+    README doesn't contain the marks.
 
     Raises:
         OutputError: If only one of the two marks is present, or the README can't be read.

@@ -19,9 +19,9 @@ from markdown_it.token import Token
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("page.css")
-SAFE = "/ :;=,'()&?!@*+$-._~"  # characters in an image's text that need no escaping in its URL
-# The markers of a fold, each of which is a separate paragraph. Text from records can't contain a marker, because
-# escape() escapes "<".
+SAFE = "/ :;=,'()&?!@*+$-._~"  # characters in an image's text that don't need escaping in a URL
+# The markers that begin and end a fold; each is a separate paragraph. Text from records can't contain a marker,
+# because escape() escapes "<".
 FOLD, FOLD_END = re.compile(r"<details><summary>(.+)</summary>"), "</details>"
 
 

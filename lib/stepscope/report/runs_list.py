@@ -1,4 +1,4 @@
-"""List a folder's runs: each run's finding and a link to its notebook, and the runs that no table shows."""
+"""List a folder's runs, with each run's finding and a link to its notebook, and the runs that no table shows."""
 
 import os
 from pathlib import Path

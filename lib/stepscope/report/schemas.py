@@ -12,7 +12,7 @@ import pandera.pandas as pa
 
 from stepscope.config import PHASES, PRECISIONS
 
-Tables = dict[str, pd.DataFrame]  # by "<study>.<table>" for all runs; by table name within one study
+Tables = dict[str, pd.DataFrame]  # keyed by "<study>.<table>", or by table within a study
 
 MAX = 1e15  # upper limit of any value in its unit; a larger value is a measurement error
 

@@ -165,12 +165,12 @@ LABEL_GAP = 1.25  # distance between labels, in lines of text
 
 
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]) -> None:
-    """Label each line at its right end (x, y) instead of in a legend, so that labels don't overlap."""
+    """Label each line at its right end (x, y) instead of in a legend; move labels apart if they overlap."""
 
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
 
-    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # in points; the layout uses some of the height
+    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # in points; the layout takes up some height
     step = LABEL_GAP * TEXT / height
     place = {name: place_of(at)[1] for name, at in ends.items()}
     order = sorted(place, key=lambda name: place[name])

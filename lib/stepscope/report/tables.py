@@ -59,8 +59,8 @@ def digits(value: Any, unit: str = "") -> str:
     Numbers have three significant digits, with commas between thousands.
 
     Counts and bytes are printed as integers, and shares with two digits (74%, 4.6%), or with three from 99%
-    (99.6%). Ratios are printed with one decimal (3.3x), but with two decimals below 2 (1.02x) and with none from
-    100.
+    (99.6%). Ratios are printed with one decimal (3.3x), but with two decimals below 2 (1.02x) and without decimals
+    from 100.
     """
     if missing(value):
         return NONE
@@ -179,7 +179,8 @@ def markdown(frame: pd.DataFrame, unit: str = "", rows: int = MAX_ROWS) -> str:
     """Format a frame as a GitHub table with escaped text; named index levels become columns.
 
     Args:
-        unit: the unit of numeric columns whose headings contain no unit, such as the columns of a pivot table.
+        unit: the unit of numeric columns whose headings don't contain a unit, such as the columns of a
+            pivot table.
         rows: the maximum number of rows to print.
     """
     if any(frame.index.names):

@@ -1,7 +1,7 @@
 """Define views: a few wide, tidy tables per study, in which documents look up numbers.
 
 A view is a function that returns a table, and a key that identifies the table's rows. A document selects rows by
-giving values of key fields. A column's name ends with its unit (``wall_ms``, ``busy_share``); :func:`unit_of`
+giving values for key fields. A column's name ends with its unit (``wall_ms``, ``busy_share``); :func:`unit_of`
 parses it.
 
     @view(key=[*CONFIG, "optimization", "batch_size"], columns=["wall_ms", "speedup"], studies=["ladder"])

@@ -83,8 +83,8 @@ def _outcomes(frame: pd.DataFrame) -> pd.Series:
     """Describe in which phase and why each case ran out of memory ("" for cases that didn't).
 
     Both phases of a case share one status, because a case is checked before it is timed. To find the phase that
-    failed, we take forward's peak memory at the longest context length that ran, and scale it by the square of the
-    ratio of context lengths. If the result fits into GPU memory, the case ran out of memory in backward.
+    failed, we take the forward peak at the longest context length that ran, and scale it by the square
+    of the ratio of context lengths. If the result fits into GPU memory, the case ran out of memory in backward.
     """
     alike = [*SETTING, "implementation"]
     ran = frame[(frame["phase"] == "forward") & frame["peak_mib"].notna()]
@@ -188,7 +188,7 @@ def _second_smallest(values: pd.Series) -> float:
 
 
 def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
-    """Return each case's times in one phase; for backward, also return passes, memory and outcome."""
+    """Return each case's times in one phase; for backward, add passes, memory and outcome."""
     phases = data["attention_phases"]
     own = phases[phases["phase"] == phase]
     names = {

@@ -74,7 +74,7 @@ def times(data: Views) -> pd.DataFrame:
     """
     found = both_studies(data, "times")
     case = found.groupby(["study", *CONFIG, "mode"], sort=False).ngroup()
-    on_gpu = found["peak_gib"].notna().groupby(case).transform("any")  # a CPU launches no kernels
+    on_gpu = found["peak_gib"].notna().groupby(case).transform("any")  # a CPU doesn't launch kernels
     launch_bound = launch_bound_rows(found) & on_gpu
     matmul_tflops = found["precision"].map(_matmul_tflops(data)).astype(float)
     fastest_ms = found["wall_min_ms"].where(launch_bound)
@@ -134,7 +134,7 @@ def kernel_categories(data: Views) -> pd.DataFrame:
 
 @view(key=[*CONFIG, "mode", "phase", "step"], columns=["warmup", "wall_ms", "enqueue_ms"], studies=BOTH[:1])
 def samples(data: Views) -> pd.DataFrame:
-    """Return one row per timed step and phase of the benchmark, starting with the first step of each mode.
+    """Return one row per step and phase of the benchmark, beginning with the first step of each mode.
 
     ``warmup`` is true for warm-up steps, which the medians exclude.
     """
@@ -376,8 +376,8 @@ def repeats(data: Views) -> pd.DataFrame:
 def phases(data: Views) -> pd.DataFrame:
     """Return one row per configuration, with the GPU times and shares of the full step's phases.
 
-    ``backward_ratio`` is backward's time divided by forward's; ``model_share`` is the share of forward and
-    backward together.
+    ``backward_ratio`` is the backward time divided by the forward time; ``model_share`` is the share of
+    both together.
     """
     found = data["times"].query("mode == 'step' and phase != 'total'").set_index(["study", *CONFIG, "phase"])
     gpu_ms, shares = (
@@ -402,7 +402,7 @@ WITHOUT_OPTIMIZER = [name for name in CONFIG if name != "optimizer"]
     over=["optimizer"],
 )
 def optimizers(data: Views) -> pd.DataFrame:
-    """Return one row per configuration measured with foreach and fused AdamW, with both optimizers' GPU times."""
+    """Return one row per configuration that was measured with foreach and fused AdamW, with both GPU times."""
     found = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'optimizer'")
     made = found.set_index([*WITHOUT_OPTIMIZER, "optimizer"])["gpu_ms"].unstack("optimizer")
     made = made.reindex(columns=["foreach", "fused"]).dropna().add_suffix("_ms").reset_index()

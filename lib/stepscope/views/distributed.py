@@ -75,7 +75,7 @@ def strategies(data: Views) -> pd.DataFrame:
       strategy that does the same computation without communication.
     * ``kernels_slowdown_share``: the relative increase in the time of kernels that don't communicate, compared
       with the control.
-    * ``repeat_error``: the relative difference between the longest and the shortest wall time of several runs.
+    * ``repeat_error``: the relative difference between the longest and the shortest wall time of repeated runs.
     * ``matmul_tflops``: the rate of the matmuls, counting 6 FLOPs per parameter and token.
     * ``launch_bound``: the CPU takes longer to enqueue the step than the GPU takes to compute, transfer and copy,
       and the GPU does this work for less than 95% of the wall time.

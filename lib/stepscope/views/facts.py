@@ -1,4 +1,4 @@
-"""Compute the writeup's few numbers that aren't cells of a view, with one function per fact.
+"""Compute the few numbers in the writeup that aren't cells of a view, with one function per fact.
 
 A template calls a fact by name: ``{{ ten_steps(cold.first_ms, warm.mean_ms).mean_ms|ms }}``.
 """
@@ -58,7 +58,7 @@ def flops_of_step(step: pd.Series) -> dict[str, float]:
 
 @fact
 def tokens_to_hide(gpus: int, gradient_bytes: int, tflops: float, gb_per_s: float) -> float:
-    """Return the number of tokens per GPU at which backward's matmuls take as long as the gradients' all-reduce.
+    """Return the tokens per GPU at which the backward matmuls take as long as the gradients' all-reduce.
 
     With P parameters and T tokens, backward runs 4 P T FLOPs, and the all-reduce moves 2 (n - 1) / n times the
     bytes of the gradients over each link. Both times are proportional to P, so P cancels out.

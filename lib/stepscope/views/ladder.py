@@ -21,8 +21,8 @@ SHAPE = ["size", "context_length", "vocab_size"]
 CASE = [*SHAPE, "batch_size"]  # identifies one ladder
 KEY = [*CASE, "optimization"]
 FIRST, LAST = LADDER_OPTIMIZATIONS[0], LADDER_OPTIMIZATIONS[-1]
-GRAPH = "cuda_graph"  # its speedup is measured in wall time, because it removes launches but no kernels
-AT_LIMIT = 0.95  # share of the power limit, averaged over the timed steps
+GRAPH = "cuda_graph"  # its speedup is measured in wall time, because it removes launches but not kernels
+AT_LIMIT = 0.95  # a step whose mean power exceeds this share of the power limit is power-limited
 SMOOTHED_STEPS = 10  # length of the moving average; the loss fluctuates from step to step
 FINAL_STEPS = 50  # steps at the end of a training run, over which the final distance is averaged
 NAMES = {
@@ -188,7 +188,7 @@ def steps(data: Views) -> pd.DataFrame:
     * ``launch_bound``: when steps run back to back, the CPU takes longer to enqueue a step than the GPU takes to
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
       number of kernels.
-    * ``power_limited``: NVML names the power cap as a reason for a lowered clock or, where the driver reports no
+    * ``power_limited``: NVML names the power cap as a reason for a lowered clock or, if the driver doesn't report
       reasons, the GPU draws over 95% of its power limit.
     * ``inconsistent``: for a power-limited step whose profiled steps differ by more than 3%, a description of the
       difference; otherwise empty.
@@ -199,12 +199,12 @@ def steps(data: Views) -> pd.DataFrame:
       sustained rate of a large matmul; ``at_clock_mfu``: ``mean_mfu``, with the data sheet's rate scaled to the
       step's SM clock. All three apply only to bf16 steps.
     * ``reference_ms``: the time that the matmul FLOPs take at the large matmul's rate (``matmul_ms``), plus the
-      time to move the optimizer's bytes at the copy's rate (``memory_traffic_ms``). It is a reference, not a
-      bound. ``sustained_reference_ms`` uses the sustained matmul rate. Both are missing for FP8, which mixes
+      time to move the optimizer's bytes at the rate of a large copy (``memory_traffic_ms``). It is a reference,
+      not a bound. ``sustained_reference_ms`` uses the sustained matmul rate. Both are missing for FP8, which mixes
       matmuls at two rates.
     * ``previous_...``, ``fp32_...``, ``graph_...``: values of the step with the preceding optimization (for FP8
-      and the chunked loss, bf16 moments), of the fp32 step, and of the step with the CUDA graph; ``..._speedup``
-      is this row's speedup over that step.
+      and the chunked loss, the step with bf16 moments), of the fp32 step, and of the step with the CUDA graph;
+      ``..._speedup`` is this row's speedup over that step.
     * ``speedup``: the speedup over the preceding optimization, in GPU time, or in wall time for the CUDA graph and
       for steps whose profiled times differ (``inconsistent``). It is missing if it is under 3%, or if the CUDA
       graph saves less time than either step's interquartile range.
@@ -245,7 +245,7 @@ def _measured(data: Views) -> pd.DataFrame:
     rows = rows.drop(columns="run_id")
     configs = [config_of(row) for _, row in rows.iterrows()]
     tokens = rows.context_length * rows.batch_size
-    is_gpu = rows.sm_clock_mhz.notna()  # a CPU launches no kernels
+    is_gpu = rows.sm_clock_mhz.notna()  # a CPU doesn't launch kernels
     launch_bound = launch_bound_rows(rows) & is_gpu
     best_ms = rows.wall_min_ms.where(launch_bound)
     mean_ms = rows.energy_per_step_j / rows.power_w * 1e3
@@ -313,7 +313,7 @@ def _without_noise(speedup: pd.Series) -> pd.Series:
 
 
 def timed(data: Views, names: list[str]) -> pd.DataFrame:
-    """Return the steps of the named optimizations that were timed."""
+    """Return the timed steps of the named optimizations."""
     rows = data["steps"]
     return rows[rows.optimization.isin(names) & rows.wall_ms.notna()]
 
@@ -358,9 +358,9 @@ def ablations(data: Views) -> pd.DataFrame:
     * ``slowdown_ratio``: the GPU time without the optimization divided by the GPU time with it (wall times for the
       CUDA graph); missing if the difference is too small to be conclusive.
     * ``repeat_ratio``: for a step that one process measured twice, the longer GPU time divided by the shorter
-      one. (The step without bf16 weights is the ladder's step with the CUDA graph, and the step without bf16
-      moments is the ladder's step with bf16 weights, so both are measured twice.) ``power_limited``
-      is true if both measurements were power-limited.
+      one. The ablations without bf16 weights and without bf16 moments are such steps, because they equal the
+      ladder's steps with the CUDA graph and with bf16 weights.
+    * ``power_limited``: true if both of these measurements were power-limited.
     """
     rows = timed(data, [*WITHOUT])
     left_out = rows.optimization.map(dict(zip(WITHOUT, ABLATABLE)))
@@ -419,7 +419,7 @@ def baselines(data: Views) -> pd.DataFrame:
     """Return one row per case and Hugging Face Llama variant, compared with two of our model's steps.
 
     Columns ``ours_...`` describe our fastest step. Columns ``torch_adamw_...`` describe our step with PyTorch's
-    AdamW, which is the CUDA graph before bf16 weights and moments.
+    AdamW, which is the ladder's step with the CUDA graph, before bf16 weights and moments.
 
     * ``fastest_without_mask``: true for the fastest variant without an explicit attention mask; our model doesn't
       use one either.
@@ -478,7 +478,7 @@ def _attention(data: Views) -> pd.DataFrame:
 def fp8(data: Views) -> pd.DataFrame:
     """Return one row per case whose fully optimized step was measured both in bf16 and with FP8 matmuls.
 
-    ``gpu_speedup`` is FP8's speedup in GPU time; ``speedup`` is the same, but missing if it is under 3%.
+    ``gpu_speedup`` is FP8's speedup in GPU time; ``speedup`` is the same value, but missing if it is under 3%.
     ``clear_gain`` is true if the speedup is at least 3% and FP8's wall time is shorter by more than either step's
     interquartile range.
     """

@@ -24,7 +24,7 @@ PARTS = {
 }
 ORDER = [*PARTS.values(), REST, GAPS, TOTAL]
 SQUARES = ("attention.scores", "attention.value")
-# AdamW's FLOPs per parameter, counting a square root or a division as one: 3 for the first moment, 4 for the
+# AdamW's FLOPs per parameter, counting a square root or a division as one FLOP: 3 for the first moment, 4 for the
 # second moment, and 7 for the weight.
 ADAMW_FLOPS = 14
 # The count of numbers that are read or written between matmuls, per token and layer, as multiples of d_model and
@@ -80,7 +80,7 @@ def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
 
 
 def _square(config: StepConfig) -> int:
-    """Return the number of elements in all T x T matrices of a layer."""
+    """Return the number of elements in a layer's T x T matrices, one matrix per sequence and head."""
     matrices = config.batch_size * config.num_heads
     return matrices * config.context_length**2
 
@@ -112,10 +112,10 @@ def parts(data: Views) -> pd.DataFrame:
 
     * ``reference_ms``: for matmuls and attention, the time that their FLOPs take at the rate of a large bf16
       matmul (attention's FLOPs count only scores on and below the diagonal); for AdamW, the time to move its
-      bytes at the copy's rate; 0 for all other parts, and missing with FP8.
+      bytes at the rate of a large copy; 0 for all other parts, and missing with FP8.
     * ``over_ms``: the difference ``ms - reference_ms``.
     * ``sustained_ms``: the time that ``flops`` take at the sustained rate; ``memory_traffic_ms``: the time to move
-      ``bytes`` at the copy's rate.
+      ``bytes`` at the rate of a large copy.
     * ``tflops``, ``tb_per_s``: achieved rates.
     """
     rows = _milliseconds(data)

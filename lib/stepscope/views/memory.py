@@ -1,4 +1,4 @@
-"""Define the memory study's views: what memory holds at its peaks, which code allocates it, and checkpoints."""
+"""Define the memory study's views: memory at its peaks by kind, the code that allocates it, and checkpoints."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,8 @@ KIND_COLUMNS = [column(kind) for kind in KINDS]
 STAGES = ["forward", "loss", "backward", "optimizer"]
 PREDICTED_CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
 # Bytes that each operation of a block saves for backward, in fp32 with naive attention. The letters are defined in
-# :func:`stepscope.model.accounting.terms`. A tensor that several operations save counts for the first of them.
+# :func:`stepscope.model.accounting.terms`. If several operations save the same tensor, it counts for the first of
+# them.
 OPERATION_FORMULAS = {
     "second multiplication of SwiGLU (by up_proj's output)": "8G",
     "attention weights @ v": "4S + 4X",
@@ -110,7 +111,9 @@ def peak_kinds(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def stage_peaks(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and mode that fits, with each stage's peak and details of the highest peak.
+    """Return one row per configuration and mode that fits into memory, with each stage's peak.
+
+    The row also contains details of the highest peak.
 
     The details are the stage in which the highest peak occurs, the memory that the allocator's rounding adds, and
     the reserved memory.
@@ -147,7 +150,7 @@ def allocations(data: Views) -> pd.DataFrame:
 
     ``what`` is "allocated in forward" (only the largest groups are recorded), "saved by a block" or "gradients of
     a block" (all groups are recorded). ``sum_share`` is the group's share of all tensors that a block saves, or of
-    its gradients; it is missing for forward, because forward's small groups aren't recorded.
+    its gradients; it is missing for forward, whose small groups aren't recorded.
     """
     frame = data.table("memory.allocations")
     together_mib = frame["mib"] * frame["count"]
@@ -202,9 +205,9 @@ def block_memory(data: Views) -> pd.DataFrame:
 def block_operations(data: Views) -> pd.DataFrame:
     """Return the memory that each operation saves for backward, for fp32 configurations with naive attention.
 
-    :data:`OPERATION_FORMULAS` predicts the memory; the view adds its share of all memory that the block saves, and
-    its rank by size. Records don't contain the memory by operation, because they name only the line of code that
-    saved a tensor, and a line can contain several operations.
+    :data:`OPERATION_FORMULAS` predicts the memory; the view adds the operation's share of all memory that the
+    block saves, and the operation's rank by size. Records don't contain the memory by operation, because they name
+    only the line of code that saved a tensor, and a line can contain several operations.
     """
     blocks = data["block_memory"]
     is_covered = (blocks["precision"] == "fp32") & (blocks["attention"] == "naive")
@@ -247,7 +250,7 @@ def _by_formula(
 
 
 def _configs(frame: pd.DataFrame) -> list[StepConfig]:
-    """Return the configuration of each row as that of a step on a GPU."""
+    """Return each row's configuration, with a GPU as the device."""
     fields = [name for name in STEP if name != "expandable_segments"]
     configs = [StepConfig(**row, device="cpu") for row in frame[fields].to_dict("records")]
     return [config.model_copy(update={"device": "cuda"}) for config in configs]

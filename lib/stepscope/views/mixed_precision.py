@@ -23,10 +23,10 @@ PARTS = {
     "forward_and_backward": ("forward_backward", "total"),
     "full_step": ("step", "total"),
 }
-# fp16's range: smaller values round to zero, and larger ones round to infinity.
+# fp16's range: smaller values round to zero, and larger values round to infinity.
 FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
 NORM_FEATURES = 1024  # LayerNorm's number of features
-FINAL = 4  # the final part of a training run is its last quarter
+FINAL = 4  # the final part of a training run is its last 1/FINAL, a quarter
 
 
 # -- how much faster ------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def _kernel_times(data: Views) -> pd.DataFrame:
 
 
 def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the rows with a precision below fp32, and a table that pairs each with its case's fp32 row.
+    """Return the rows with a precision below fp32, and a second table with the fp32 row of the same cases.
 
     Both tables have the same index. Cases that were not measured in fp32 are omitted.
 
@@ -146,7 +146,7 @@ def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 def precision_times(data: Views) -> pd.DataFrame:
     """Return one row per configuration and precision, with wall times as text, such as "21.4 (16.2 to 22.3)".
 
-    The text gives the median and the quartiles in ms; for a launch-bound part, it also gives the fastest time ("at
+    The text gives the median and the quartiles in ms; for a launch-bound row, it also gives the fastest time ("at
     best 13.5"). ``steps``, tokens/s and memory describe the full step.
     """
     keys = [*KEY, "precision"]
@@ -243,7 +243,9 @@ def layer_norm(data: Views) -> pd.DataFrame:
 
 
 def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
-    """Return the expected share of means and of squares outside fp16's range (NaN for other parts).
+    """Return the expected share of values outside fp16's range, for the mean and the squares.
+
+    For other parts, the share is NaN.
 
     The mean of n inputs has the standard deviation of one input divided by √n. An input's square is outside the
     range if the input's magnitude is outside the square roots of the range's limits.
@@ -278,7 +280,7 @@ def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
     studies=["mixed_precision"],
 )
 def layer_norm_parts(data: Views) -> pd.DataFrame:
-    """Return one row per part of LayerNorm, with its errors, and the input scales at which it loses values.
+    """Return one row per part of LayerNorm, with its errors, and the input scales at which the part loses values.
 
     Each column is given for fp16 and for bf16. The scales are text: if ``..._loses`` is "0.1 and less, 100 and
     more", then ``..._loses_below`` is "0.1". The errors are measured at scale 1.
@@ -313,10 +315,11 @@ def _ends(below: pd.Series, above: pd.Series) -> list[str]:
     studies=["mixed_precision"],
 )
 def rounded_gradients(data: Views) -> pd.DataFrame:
-    """Return one row per precision, comparing the first step's gradients with its gradients in fp32.
+    """Return one row per precision, comparing the first step's gradients with the same step's gradients in fp32.
 
-    "fp16, unscaled" is fp16 without loss scaling. ``zero_share`` is the share of elements that are 0 only in
-    this precision; ``norm_error`` and ``loss_error`` are the relative errors of the gradient norm and the loss.
+    "fp16, unscaled" is fp16 without loss scaling. ``zero_share`` is the share of elements that are 0 in
+    this precision but not in fp32; ``norm_error`` and ``loss_error`` are the relative errors of the gradient norm
+    and the loss.
     """
     rows = _by_quantity(data, "gradients", [*KEY, "case"])
     columns = {"zero": "zero_share", "norm off": "norm_error", "loss off": "loss_error"}

@@ -1,6 +1,7 @@
 """Define the nsys study's views: each configuration's profiled forward, forward + backward and full step.
 
-A profile covers one mode of one configuration. Its kernels, copies and fills are called *operations*.
+A profile covers one mode of one configuration. A profile's kernels, memory copies and memory fills are called
+*operations*.
 """
 
 import re
@@ -35,7 +36,7 @@ def profile_runs(data: Views) -> pd.DataFrame:
     """Return one row per configuration, with the ``tool`` that recorded its profiles and a check of our sums.
 
     ``same_as_nsys`` is true if our sum of all operations' durations equals the sum in the tool's own reports, to
-    the nanosecond. It is missing if the tool makes no reports.
+    the nanosecond. It is missing if the tool doesn't write reports.
     """
     results = data.table("nsys.results")
     if "nsys_ns" not in results:  # runs without nsys lack this column
@@ -79,8 +80,8 @@ def profile_times(data: Views) -> pd.DataFrame:
     time ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` is the time from the NVTX
     range's push to its pop, ``projected_ms`` is the time from the start of the range's first operation to the end
     of its last, and ``gpu_ms`` is the time during which at least one operation runs. ``named_operations`` is the
-    number of operations of one pass in the tables by kernel; a profile is ``conserved`` if each profiled pass runs
-    exactly this number of operations.
+    number of operations that the tables by kernel contain for one pass; a profile is ``conserved`` if each
+    profiled pass runs exactly this number of operations.
 
     ``projected_ratio`` is projected_ms / wall_ms, and ``projected_error`` is the distance of this ratio from 1.
     ``single_error`` is the largest such distance for a single profiled pass. A pass is ``slowed`` if wall_ms is
@@ -108,7 +109,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
 
 def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Return the profiled passes' median times in ms, and the extremes of their times and operation counts."""
+    """Return the profiled passes' median times in ms, with the minima and maxima of times and operation counts."""
     passes = clocks[clocks["profiled"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
     operations = passes["operations"]
@@ -160,7 +161,7 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
     studies=["nsys", "benchmark", "mixed_precision"],
 )
 def profiler_agreement(data: Views) -> pd.DataFrame:
-    """Return one row per phase of a profile and run of another study that profiled the same step.
+    """Return one row per profile, phase, and run of another study that profiled the same step.
 
     The other studies use torch.profiler. ``gpu_error`` is the difference between the two GPU times, relative to
     the time in the other study.
@@ -271,8 +272,8 @@ def profile_categories(data: Views) -> pd.DataFrame:
     """Return one row per profile, phase ("total" for all) and kernel category, with GPU time and share.
 
     The share is relative to the GPU time of the complete profile. ``other_place`` ranks a phase's non-matmul
-    categories by time, where 1 takes the longest. Attention's softmax is a separate category that includes all of
-    its kernels.
+    categories by time, and is 1 for the longest. Attention's softmax is a separate category that includes all
+    of its kernels.
     """
     keys = [*KEY, "mode", "phase"]
     groups = _and_total(_operations(data)).groupby([*keys, "column", "kernel_category"], sort=False)
@@ -315,7 +316,7 @@ def _named(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def readable(names: Iterable[str]) -> dict[str, str]:
-    """Return a short name for each distinct kernel, or a longer one for kernels whose short names are equal.
+    """Return a short name for each distinct kernel, or a longer name for kernels whose short names would be equal.
 
     For example, sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma... becomes
     sm80_xmma_gemm_tn_128x128x8_2x2x1_ffma.
@@ -443,7 +444,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
 
     (b) ``kernel`` is the kernel that takes the most time in forward, with its launches and its share;
     ``both_kernel`` takes the most time in forward + backward; ``stays_first`` is true if they are the same.
-    (c) The non-matmul category that takes the most time in forward.
+    (c) The row names the non-matmul category that takes the most time in forward.
     (d) ``matmul_ratio`` is the matmuls' time in a full step divided by their time in forward.
     """
     times = data["profile_times"]
@@ -465,7 +466,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
 
 
 def _by_category(data: Views) -> pd.DataFrame:
-    """Return each configuration's matmul times and shares, and forward's longest non-matmul category."""
+    """Return each configuration's matmul times and shares, and the longest non-matmul category in forward."""
     categories = data["profile_categories"].query("phase == 'total'").set_index(KEY)
     matmul = categories[categories["kernel_category"] == MATMUL]
     found = {}
@@ -485,7 +486,7 @@ def _by_category(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def launch_timeline(data: Views) -> pd.DataFrame:
-    """Return one row per operation in a window of forward, with the times of its CPU launch and GPU execution.
+    """Return one row per operation in a window of the forward pass, with the times of its launch and execution.
 
     Times count from the window's start. In the mode "replayed", forward runs as a CUDA graph.
     """

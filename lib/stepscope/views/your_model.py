@@ -11,8 +11,8 @@ from stepscope.views import Views, view
 from stepscope.views.ladder import NAMES
 
 OTHER_NAMES = {"fp32": "fp32", "channels_last": "channels last", "compiled_model": "compiled model"}
-# Columns that the ladder's figure needs. They are missing here, because we have no reference times for a user's
-# model.
+# Columns that the ladder's figure needs. Their values are missing here, because a user's model doesn't have
+# reference times.
 DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 
 
@@ -24,7 +24,8 @@ DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 def model_steps(data: Views) -> pd.DataFrame:
     """Return one row per optimization of a user's model, in the order in which they were measured.
 
-    ``best_ms`` is the fastest step's wall time if the step is launch-bound, because ``speedup`` then compares it.
+    ``best_ms`` is the fastest step's wall time if the step is launch-bound, because ``speedup`` then compares the
+    fastest steps.
     """
     steps = data.table("your_model.steps")
     return steps.assign(

@@ -12,9 +12,9 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 COMPILED = ("compiled", "flex")
 PASSES = ("forward", "backward")
 QUANTITIES = ("output", "dq", "dk", "dv")  # compared with float64
-# The maximum relative error (Frobenius norm) of the output and of each gradient, by precision. TF32 rounds factors
-# to 10 bits (error 2^-11 = 5e-4), and bf16 rounds them to 7 bits (error 2^-8 = 4e-3). The tolerance of fp32 is far
-# below the error of a single matmul in TF32.
+# The maximum relative error (Frobenius norm) of the output and of each gradient, by precision. TF32 rounds inputs
+# to 10 mantissa bits (error 2^-11 = 5e-4), and bf16 rounds them to 7 (error 2^-8 = 4e-3). The tolerance for fp32
+# is far below the error of a single TF32 matmul.
 TOLERANCE = {"fp32": 2e-5, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 
 
@@ -41,8 +41,8 @@ class Config(RunConfig):
         min_length=1,
         max_length=7,
     )
-    # Limits the time per case (implementation and context length); at least min_passes are timed even in slow
-    # cases.
+    # Limits the time per case (implementation and context length); at least min_passes are timed, even
+    # if the case is slow.
     max_seconds_per_case: float = Field(0.25, gt=0, le=10**6, allow_inf_nan=False)
     min_passes: Steps = 3
     profiled_passes: int = Field(3, ge=1, le=100)
@@ -52,7 +52,7 @@ class Config(RunConfig):
     def set_context_length(cls, values: Any) -> Any:
         """Sort ``context_lengths``, remove duplicates, and set ``context_length`` to the longest.
 
-        Leave values of other types unchanged; field validation then rejects them.
+        Leave values of unexpected types unchanged; field validation then rejects them.
         """
         if not isinstance(values, dict):
             return values

@@ -12,7 +12,7 @@ from stepscope.studies.attention.tables import LABELS
 
 COLORS = (style.INK, style.ORANGE, style.BLUE, style.GREEN, style.RED, style.PINK, style.AMBER)
 LINE_COLORS = dict(zip(LABELS.values(), COLORS))
-MAX_DECADES = 2.5  # axes that span more decades are labeled only at powers of 10, not also at 2 and 5
+MAX_DECADES = 2.5  # axes that span more decades are labeled only at powers of 10, not at 2 and 5 times them
 MIN_TICK_RATIO = 4  # minimum ratio of neighboring labeled context lengths; closer labels would overlap
 CROSS_STEP = 0.06  # distance between two crosses, as a share of the height of the axes
 METRICS = {"gpu_ms": "GPU time, ms", "wall_ms": "wall time, ms"}

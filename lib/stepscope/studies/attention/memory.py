@@ -1,25 +1,25 @@
 """Predict, by formula, the peak memory of one forward and backward pass of attention.
 
 B is the batch size, T the context length, and d the head dimension. All formulas count the bytes in use at the
-peak, which occurs in backward.
+peak, which occurs in the backward pass.
 """
 
 # The number of (B, T, T) matrices at the peak. Naive attention keeps the exponentials of the scores and the
-# attention weights from forward. Backward adds the gradient of the attention weights, and three matrices that the
-# backward of softmax computes from this gradient. SDPA's math implementation always computes in fp32. The number
-# for the compiled implementation was measured.
+# attention weights from forward. Backward adds the gradient of the attention weights, and three matrices that
+# softmax's backward pass computes from this gradient. SDPA's math implementation always computes in fp32. The
+# number for the compiled implementation was measured.
 SQUARES = {"naive": 6, "compiled": 3, "math": 4}
 MASKED = ("naive", "compiled")  # implementations that keep a (T, T) mask of bool
 # The number of (B, T, d) tensors at the peak: q, k, v, the output's gradient, the gradients computed so far and,
 # if only dv has been computed, the output.
 HIDDEN = {"naive": 6, "compiled": 6}
 FUSED_HIDDEN = 8
-MATH_HIDDEN_IN_16_BIT = 11  # math also keeps q, k and v in fp32
+MATH_HIDDEN_IN_16_BIT = 11  # the math implementation also keeps q, k and v in fp32
 # Fused kernels accumulate dq in fp32 over blocks of keys, with d padded to at least this many dimensions.
 PADDED = {"flash": 32, "efficient": 64, "cudnn": 1}
 # FlexAttention's mask has four int32 indices for each block of 128 x 128 pairs of positions.
 PAIRS_PER_FLEX_MASK_BYTE = 1024
-# Bytes that creating FlexAttention's mask takes per pair of positions: a bool, and sums in int64.
+# Bytes per pair of positions that are needed to create FlexAttention's mask: a bool, and sums in int64.
 MAKING_MASK = 10
 
 

@@ -39,10 +39,10 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # from q, k and v to the outp
 Prepare = Callable[[str, Inputs], Call]
 Check = Callable[[Call, Inputs, list[Tensor]], tuple[dict[str, float], str]]
 
-LONG_MS = 5.0  # longer passes can be power-limited, so their clock has to settle before they are measured
+LONG_MS = 5.0  # longer passes can be power-limited, so the clock has to settle before they are measured
 SETTLING_S = 0.3  # time until the clock has settled
-MAX_WARMUP_SHARE = 0.25  # maximum share of the configured seconds per case
-MAX_KERNEL_NAME = 160  # characters of a kernel's name in the table
+MAX_WARMUP_SHARE = 0.25  # warming up takes at most this share of the configured seconds per case
+MAX_KERNEL_NAME = 160  # maximum number of characters of a kernel's name in the table
 MIB = 2**20
 
 
@@ -106,7 +106,7 @@ class Protocol:
     device_gib: float
     status: dict[Case, tuple[str, str]] = field(default_factory=dict)
     errors: dict[Case, dict[str, float]] = field(default_factory=dict)
-    requests: dict[Case, dict[str, Any]] = field(default_factory=dict)  # sizes of failed allocations in GiB
+    requests: dict[Case, dict[str, Any]] = field(default_factory=dict)  # sizes, in GiB, of failed allocations
     memory: dict[Case, dict[str, float]] = field(default_factory=dict)
     walls: dict[Case, pd.DataFrame] = field(default_factory=dict)  # wall times in ms, one column per phase
     clocks_mhz: dict[Case, float] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Protocol:
         config = self.config
         needed = needed_bytes(name, config.batch_size, config.d_model, context_length, config.precision)
         needed_gib = needed / 2**30
-        if name in COMPILED and needed_gib > self.device_gib:  # don't spend seconds on compiling it
+        if name in COMPILED and needed_gib > self.device_gib:  # compiling it would waste seconds
             self.status[case] = "oom", f"needs {needed_gib:.0f} GiB by formula: not compiled"
             return
         with measure.out_of_memory(self.status, case, f"running {name}", or_unsupported=True) as guard:
@@ -222,7 +222,7 @@ class Protocol:
     def run_pass(self, call: Call, inputs: Inputs, phase: Callable[[str], Any] = nullcontext) -> None:
         synchronize = measure.synchronizer(self.device)
         inputs.clear_gradients()
-        synchronize()  # so that forward's time doesn't include earlier work
+        synchronize()  # so that the forward time doesn't include earlier work
         with phase("forward"):
             output = call(inputs.q, inputs.k, inputs.v)  # on a GPU, this only enqueues the work
             synchronize()
@@ -252,7 +252,10 @@ class Protocol:
     # Check the readings
 
     def repeat_impossible(self) -> None:
-        """Measure cases with impossible readings again, at most twice; rows mark readings that stay impossible."""
+        """Measure cases with impossible readings again, at most twice.
+
+        Readings that stay impossible are marked in the rows.
+        """
         for _ in range(measure.TRIES - 1):
             impossible: dict[Case, str] = {}
             for row in self.rows(self.walls):
@@ -317,7 +320,7 @@ class Protocol:
         return fastest | {"kernel": kernel_ns.idxmax()[:MAX_KERNEL_NAME]}
 
     def end_early(self, reason: str) -> None:
-        """Set the status of cases that have not been timed to "failed", with the reason."""
+        """Mark cases that have not been timed as "failed", and record the reason."""
         for case in self.cases:
             outcome, _ = self.status.get(case, ("ok", ""))
             if case not in self.walls and outcome == "ok":

@@ -67,10 +67,10 @@ class Config(StepConfig):
     compile: Literal["none", "blocks"] = "blocks"
     warmup_steps: int = Field(12, ge=3, le=10**6)  # DDP rearranges its buckets during the first steps
     timed_steps: int = Field(10, ge=1, le=50)
-    gpus: int = Field(2, ge=2, le=64)  # number of ranks (processes on a CPU), each with batch_size sequences
+    gpus: int = Field(2, ge=2, le=64)  # number of ranks (also on a CPU), each with batch_size sequences
     strategies: list[StrategyName] = Field([], min_length=0)  # type: ignore[valid-type] # empty for all strategies
     collectives: bool = False  # also time collectives on their own, from 1 MiB to 1 GiB
-    numerics: bool = False  # also compare losses and gradients with gradient accumulation on one GPU
+    numerics: bool = False  # also compare losses and gradients with those of gradient accumulation on one GPU
     repeat: int = Field(0, ge=0, le=1000)  # distinguishes repeated runs of one configuration
 
     @model_validator(mode="after")

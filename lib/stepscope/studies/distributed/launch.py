@@ -38,10 +38,10 @@ from stepscope.studies.distributed.config import STRATEGIES, Config
 from stepscope.studies.distributed.process import COLLECTIVES, ERROR, NUMERICS, PROFILE, STRATEGIES_FILE
 from stepscope.studies.distributed.tables import MEASURES, PARTS, SCHEMAS
 
-# Time limits for a strategy, and for the first strategy after a start; most strategies take ten seconds.
+# Time limits for a strategy, and for the first strategy after the ranks start. Most strategies take ten seconds.
 LIMIT_S, FIRST_LIMIT_S = 120, 240
 END_S = 20  # time limit for the ranks to end
-READERS = 8  # processes that read profiles; each needs up to a GiB
+READERS = 8  # number of processes that read profiles, each of which needs up to a GiB
 MIN_GAP_NS = 2000  # shorter gaps are closed in the timeline
 # In a ring of n GPUs, each GPU sends this factor times (n - 1) / n times the bytes of the collective's input or
 # output, whichever is larger.

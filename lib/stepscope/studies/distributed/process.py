@@ -318,8 +318,8 @@ def release(on_gpu: bool) -> None:
 def describe(error: BaseException) -> tuple[str, str]:
     """Return the status and the reason to record for an error.
 
-    The status is "oom" even if running out of memory only caused the error, for example a failed graph capture, or
-    if NCCL reports it.
+    The status is "oom" if the error or one of its causes says that memory ran out. For example, a
+    failed graph capture can be caused by running out of memory, and NCCL reports it in its own words.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -341,7 +341,7 @@ def main(folder: Path, config: Config, names: list[str]) -> None:
                 rank.profile(name.removesuffix(PROFILE))
             else:
                 rank.measure(name)
-        except Exception as error:  # noqa: BLE001 any error of a strategy is a result
+        except Exception as error:  # noqa: BLE001 any error that a strategy raises is a result
             traceback.print_exc()
             status, reason = describe(error)
             # don't let a rank that only lost its connection overwrite the cause

@@ -3,12 +3,13 @@
     lower bound  = matmul FLOPs / bf16 matmul rate + bytes x parameters / copy rate
 
 * Matmuls: backward runs two matmuls for each matmul in forward. For attention, only scores on and below the
-  diagonal count, because a causal model doesn't need the rest. If the linear layers of the blocks use FP8, their
-  forward and the gradient of their input count at the FP8 rate.
+  diagonal count, because a causal model doesn't need the rest. If the linear layers of the blocks use FP8, the
+  matmuls of their forward pass and of their inputs' gradients count at the FP8 rate.
 * Memory traffic: AdamW reads each parameter's bf16 gradient (2 bytes), fp32 weight (4) and two moments (8, or 4 in
   bf16). It writes the fp32 weight, the moments and the bf16 weight (2). The sum is 28 bytes, or 20 with bf16
   moments. Without bf16 weights, the sum is also 28: AdamW reads the weight, the gradient and two moments, and
-  writes all of these except the gradient. The time to read weights and activations is part of the matmul rate.
+  writes all of these except the gradient. The measured matmul rate already includes the time to read weights and
+  activations.
 
 The two times are added, because the optimizer needs all gradients first. (The roofline model of Williams, Waterman
 & Patterson 2009 takes the maximum instead.) Both rates are measured in the same process, with matmuls and copies
@@ -46,7 +47,7 @@ def needed_flops(config: StepConfig) -> float:
 
 
 def fp8_flops(config: StepConfig) -> float:
-    """Return the FLOPs that FP8 layers compute in FP8, which are those of forward and of the input's gradient."""
+    """Return the FLOPs of FP8 matmuls, which are those of FP8 layers' forward passes and inputs' gradients."""
     forward = forward_flops(config)
     return 2 * sum(forward[region] for region in ("attention.qkv", "attention.output", "ffn"))
 
@@ -105,7 +106,7 @@ def lower_bound(
 
 
 def sustained_matmul_rate(device: str) -> dict[str, float]:
-    """Run a large bf16 matmul for a second; return the rate, clock and power of the second half.
+    """Repeat a large bf16 matmul for a second; return the rate, clock and power during the second half.
 
     Returns:
         ``sustained_tflops``, ``sustained_clock_mhz`` and ``sustained_power_w``, or an empty dictionary on a CPU,

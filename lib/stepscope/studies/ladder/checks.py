@@ -1,4 +1,4 @@
-"""Check, on the device of a ladder run, that the optimizer computes AdamW, and that bf16 moments can decrease."""
+"""Check, on the device of a ladder run, that the optimizer matches AdamW, and that bf16 moments can decrease."""
 
 import math
 
@@ -106,7 +106,7 @@ def run_steps(
     steps: int,
     moments: torch.dtype,
 ) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
-    """Run the optimizer on random gradients; return the optimizer, and each parameter's gradients by step."""
+    """Run the optimizer on random gradients; return the optimizer, and a list of gradients per parameter."""
     model = make_parameters().to(device)
     optimizer = MasterAdamW(model, RATE, moments)
     generator = torch.Generator().manual_seed(1)
@@ -122,7 +122,7 @@ def run_steps(
 
 
 def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
-    """Compare the optimizer's results after some steps with :func:`numpy_adamw`.
+    """Run the optimizer for some steps, and compare its results with those of :func:`numpy_adamw`.
 
     The results are the fp32 master weights, the model's copies of them, and both moments. With bf16 moments, the
     optimizer divides approximately, so weights may differ by the error of a division.
@@ -189,7 +189,7 @@ def falling_moment() -> dict[str, float]:
 def check_optimizer(device: str) -> dict[str, float]:
     """Run all checks; return their results for the record.
 
-    The prefix ``low_`` marks the comparison with bf16 moments.
+    The prefix ``low_`` marks results with bf16 moments.
     """
     compared, unequal = against_formula(device, torch.float32)
     low_compared, low_unequal = against_formula(device, torch.bfloat16)

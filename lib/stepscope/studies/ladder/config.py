@@ -21,11 +21,12 @@ Optimization = Literal[
 ]
 # The ladder: each optimization is applied on top of the previous optimizations.
 LADDER_OPTIMIZATIONS: tuple[Optimization, ...] = get_args(Optimization)[:9]
-# Each of these is applied to the fully optimized step. They may pay off with a large vocabulary or a large batch.
+# Optimizations that are applied to the fully optimized step, one at a time. They may pay off with a large
+# vocabulary or a large batch.
 BEYOND: tuple[Optimization, ...] = get_args(Optimization)[9:]
-FILLED = "filled"  # fully optimized, with the chunked loss, at the batch size that fills the memory
+FILLED = "filled"  # the fully optimized step with the chunked loss, at the batch size that fills memory
 # Ablations: optimizations that can be left out of the fully optimized step, in rows named "without_...". Leaving
-# out another optimization would have no effect: the matmuls would still be bf16, and AdamW would still be one
+# out any other optimization would change nothing: the matmuls would still be bf16, and AdamW would still be one
 # kernel.
 ABLATABLE: tuple[Optimization, ...] = (
     "sdpa",
@@ -43,7 +44,7 @@ Baseline = Literal[
     "fast_step",
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-NO_MASK = BASELINES[2:4]  # steps without a mask, as in our model; the second step is a CUDA graph
+NO_MASK = BASELINES[2:4]  # baselines without a mask, as in our model; the second is a CUDA graph
 
 # Columns of the table of steps, which has one row per optimization and batch size.
 MEASURES = (
@@ -70,7 +71,7 @@ MEASURES = (
     "memory_traffic_ms",
     "lower_bound_ms",
 )
-# More columns: the spread of the steps, the time to enqueue a step, and the gradient error of a trained model.
+# More columns: the spread of step times, the time to enqueue a step, and the gradient error of a trained model.
 ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradient_error")
 
 
@@ -78,14 +79,15 @@ class Config(StepConfig):
     """A run that optimizes a training step in one process, one optimization at a time, starting from fp32."""
 
     study: Literal["ladder"] = "ladder"
-    # Optimizations set these fields themselves.
+    # These fields describe the first step, fp32. Optimizations then change the step itself, not the fields.
     mode: Literal["step"] = "step"
     precision: Literal["fp32"] = "fp32"
     attention: Literal["naive"] = "naive"
     compile: Literal["none"] = "none"
     optimizer: Literal["foreach"] = "foreach"
     optimizations: list[Optimization] = Field([*LADDER_OPTIMIZATIONS], min_length=1)
-    ablations: list[Optimization] = Field([])  # measure the fully optimized step without each of these
+    # Optimizations to leave out of the fully optimized step, one at a time.
+    ablations: list[Optimization] = Field([])
     baselines: list[Baseline] = Field([])
     # The batch sizes to measure; if empty, only batch_size.
     batch_sizes: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])

@@ -7,7 +7,7 @@
 
 For each optimization and batch size, :meth:`Ladder.measure`
 
-1. builds the subject, applies the transforms, compiles, and compares loss and gradients with those of fp32;
+1. builds the subject, applies the transforms, compiles, and compares the loss and gradients with those of fp32;
 2. times steps back to back, and measures power, energy and clock during these steps;
 3. trains on text, if the configuration asks for it.
 
@@ -42,7 +42,7 @@ from stepscope.report.schemas import LATER
 from stepscope.studies.ladder import bounds, training
 from stepscope.studies.ladder.config import ADDED, FILLED, MEASURES, Config
 
-TRAINED_STEPS = 100  # training steps after which the gradients of trained weights are compared
+TRAINED_STEPS = 100  # number of training steps before gradients are compared again
 LAST_EAGER = "fused_adamw"  # the last eager step of the ladder, which is also timed as a CUDA graph
 KEEPS_MEMORY = "hugging_face_reduce_overhead"  # never frees its memory, so it is measured last
 
@@ -110,9 +110,9 @@ class Ladder(Loop):
         optimizations: Sequence[Transform],
         beyond: Sequence[Transform],
     ) -> list[Case]:
-        """Return the case that fills the memory: the fully optimized step with chunked loss and a large batch.
+        """Return a list with the case that fills memory: the optimized step with chunked loss and a large batch.
 
-        Return no case if the configuration doesn't ask for it.
+        The list is empty if the configuration doesn't ask for this case.
         """
         if not self.config.fill_memory:
             return []
@@ -169,7 +169,7 @@ class Ladder(Loop):
         self.measure_limits()
 
     def compare_trained_gradients(self) -> None:
-        """Compare the gradients of bf16 moments and FP8 with those of fp32 again, after a hundred training steps.
+        """Compare gradients with bf16 moments and FP8 to fp32 gradients again, after a hundred training steps.
 
         With random initial weights, the model amplifies the rounding errors of its first block in any number
         format; with trained weights, it doesn't.
@@ -178,7 +178,7 @@ class Ladder(Loop):
         by_name = {case.name: case for case in self.cases if case.batch_size == batch}
         compared = ["fp32", "bf16_moments", "fp8"]
         has_cases = {*compared} <= by_name.keys()
-        has_room_for_bytes = self.config.vocab_size >= 256  # the text is bytes
+        has_room_for_bytes = self.config.vocab_size >= 256  # each byte of the text is a token
         if not (has_cases and has_room_for_bytes and fp8.has_fp8(self.device)):
             return
         text = text_batches(TRAINED_STEPS + 1, batch, self.config.context_length)

@@ -13,7 +13,7 @@ from stepscope.model.text import text_batches
 from stepscope.optimizations.transforms import TrainedSubject
 from stepscope.studies.ladder.config import Config
 
-SEEDS = 3  # number of seeds with which the first optimization trains
+SEEDS = 3  # number of seeds for the first optimization
 
 
 def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:

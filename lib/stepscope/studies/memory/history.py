@@ -1,7 +1,7 @@
 """Classify each allocation in a recorded memory history, and add up the bytes of each kind at each phase's peak.
 
 The kinds are those of :data:`stepscope.model.accounting.KINDS`. A phase's peak is the moment when the most bytes
-are requested. Events are allocations and frees, which share one numbering that begins with the history.
+are requested. Events are allocations and frees, numbered together from the start of the history.
 """
 
 import linecache
@@ -22,8 +22,8 @@ from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.tables import LIVE, column, typed
 from stepscope.traces.memory_snapshot import allocations, portable
 
-MAX_POINTS = 2000  # rows of a timeline
-MAX_GROUPS = 12  # groups of allocations in forward
+MAX_POINTS = 2000  # maximum number of rows of a timeline
+MAX_GROUPS = 12  # maximum number of groups of allocations in forward
 TENSOR = ["line", "region", "tensor", "size"]
 NO_HISTORY = {"status": "unsupported", "reason": "PyTorch records a memory history only for CUDA"}
 
@@ -46,8 +46,8 @@ def classify(recording: MemoryHistory, config: Config) -> pd.DataFrame:
     ``region``, ``layer`` (missing outside the blocks) and ``kind``.
 
     Gradients are recognized by their addresses. Memory that forward or the loss allocates is "saved for
-    backward" if backward frees it. It is "other" if it outlives backward, as logits and loss do while the step
-    refers to them.
+    backward" if backward frees it. It is "other" if it outlives backward, as the logits and the loss do,
+    because the step still refers to them.
 
     Raises:
         StepscopeError: If the live bytes at the end or peak of a phase differ from the allocator's own count.
@@ -126,14 +126,15 @@ def _regions(
 ) -> tuple[list[str], list[float]]:
     """Return the region and the layer of each allocation.
 
-    In forward, the layer follows from the number of blocks opened so far. In backward, where no block opens, the
-    layer follows from the number of residual additions so far: each block has two, and the last layer comes first.
+    In forward, the layer follows from the number of block regions opened so far. In backward, which doesn't open
+    block regions, the layer follows from the number of residual additions so far: each block has two, and the last
+    layer comes first.
 
     Args:
-        order: the number of each allocation, on the same count as in ``regions``.
+        order: the number of each allocation, counted as in ``regions``.
         phases: the phase of each allocation.
-        regions: pairs of the number of allocations so far and the region that opens at this point, or None if a
-            region closes.
+        regions: pairs (number, name): after this number of allocations, the named region opens or, if the name
+            is None, a region closes.
         num_layers: the number of the model's blocks.
     """
     names: list[str] = []
@@ -320,8 +321,8 @@ def group_tensors(
     Args:
         what: the value of the column ``what``.
         table: one row per tensor, with ``line``, ``region``, ``tensor`` and ``size`` (bytes).
-        order: the columns to sort by, in descending order: columns of the table, ``count``, or ``sum`` (size times
-            count).
+        order: the columns to sort by, largest values first. In addition to the table's columns, these can be
+            ``count`` and ``sum`` (size times count).
     """
     groups = table.groupby(TENSOR, sort=False).size().reset_index(name="count")
     groups["sum"] = groups["size"] * groups["count"]

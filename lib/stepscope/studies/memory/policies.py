@@ -1,4 +1,4 @@
-"""Nested activation checkpoints: policies for N blocks, the memory that each keeps, and how often blocks run.
+"""Nested activation checkpoints: policies for N blocks, their memory, and the number of times that blocks run.
 
 A policy is a list of parts. A part that is a number is a block, which runs and saves tensors for its backward
 pass. A part that is a list is a checkpoint: it is itself a policy, and forward keeps only its input. For
@@ -6,8 +6,8 @@ example, ``[[0, 1], [2, 3]]`` has two checkpoints of two blocks, and ``[[[0], [1
 blocks twice. When backward reaches a checkpoint, it runs the checkpoint's parts again, and keeps the inputs of
 nested checkpoints until it reaches them.
 
-With one level, √N checkpoints of √N blocks keep O(√N) memory and cost one more forward pass. Recursive halving
-keeps O(log N) memory and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free,
+With one level, √N checkpoints of √N blocks need O(√N) memory and cost one more forward pass. Recursive halving
+needs O(log N) memory and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free,
 it would be best to keep only the first input and recompute every block from there, with O(1) memory and O(N²)
 runs (the limit of Griewank & Walther's revolve, 2000, doi:10.1145/347837.347846).
 """
@@ -77,14 +77,14 @@ def block_runs(policy: Policy) -> int:
 
 
 def _reruns(policy: Policy) -> int:
-    """Return the number of times that backward runs a block's forward pass again."""
+    """Return the number of blocks' forward passes that backward runs again."""
     runs = 0
     for part in policy:
         if isinstance(part, int):
             continue
         runs += length(part) + _reruns(part)
         last = part[-1]
-        if not isinstance(last, int):  # only the input of a final checkpoint is needed, so it isn't run
+        if not isinstance(last, int):  # only its input is needed, so the last checkpoint isn't run
             runs -= length(last)
     return runs
 
@@ -100,7 +100,7 @@ def saved_bytes(
     Args:
         policy: the policy.
         input_bytes: the bytes of a checkpoint's input.
-        block_bytes: the bytes that a block saves for its backward.
+        block_bytes: the bytes that a block saves for its backward pass.
         held_bytes: the bytes that are already kept, including the policy's input; by default, only this input.
     """
     total = input_bytes if held_bytes is None else held_bytes

@@ -138,8 +138,8 @@ def checkpoint_rows(
     Args:
         times, readings: as in :class:`stepscope.measure.Results`.
         expected: values of additional columns by case, such as the predicted peak.
-        block_runs: the number of forward passes of blocks in one step, by case; only for cases whose step ran to
-            the end.
+        block_runs: the number of forward passes of blocks in one step, by case; only for cases whose step was
+            completed.
         blocks: the number of the model's blocks.
     """
     rows = times[times["phase"] == TOTAL].copy()
@@ -189,7 +189,7 @@ def largest_baseline(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def peaks_at_backward_start(total: pd.Series) -> bool:
-    """Return whether a step's peak occurs at the start of backward.
+    """Return whether a step's peak occurs at the start of the backward pass.
 
     The start consists of the backward passes of the loss and of the last block.
 
@@ -285,7 +285,7 @@ def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def peak_by_kind(tables: Tables) -> pd.DataFrame:
-    """Return the memory by kind at the peak of each phase of a full step, and at the peak of forward alone."""
+    """Return the memory by kind at the peak of each phase of a full step, and of a forward pass alone."""
     rows = largest_baseline(tables["memory.peaks"])
     rows = rows[(rows["status"] == "ok") & rows["phase"].isin(["forward", "backward", "optimizer"])]
     names = [f"{row.phase} alone" if row.mode == "forward" else row.phase for row in rows.itertuples()]

@@ -11,6 +11,6 @@ class Config(StepConfig):
     study: Literal["nsys"] = "nsys"
     mode: Literal["all"] = "all"
     compile: Literal["none"] = "none"  # ranges around modules would change what is compiled
-    # These numbers are fixed, because the profiled process chooses the number of steps by their duration.
+    # These numbers are fixed, because the profiled process chooses the number of steps from their duration.
     warmup_steps: Literal[5] = 5
     timed_steps: Literal[10] = 10

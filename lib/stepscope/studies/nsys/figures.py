@@ -63,7 +63,7 @@ def lanes(
     label: str = "Forward",
     on_cpu: bool = False,
 ) -> Figure | None:
-    """Draw one millisecond of forward in lanes: CPU launches, GPU kernels, and the kernels of a CUDA graph.
+    """Draw one millisecond of the forward pass in lanes: CPU launches, GPU kernels, and kernels of a CUDA graph.
 
     Args:
         timeline: the table of one run; the result is None if the table doesn't contain forward.
@@ -96,7 +96,7 @@ def draw_lanes(
     names: dict[str, str],
     launcher: str,
 ) -> style.Picture:
-    """Draw one millisecond of forward: a lane of launches, and below it one lane of operations per mode.
+    """Draw one millisecond of the forward pass: a lane of launches and, below it, one lane of operations per mode.
 
     Args:
         names: the label of each lane of operations, by mode.
@@ -124,7 +124,7 @@ def draw_lanes(
     axes.set_yticks(range(len(labels)), labels)
     axes.grid(False)
     handles, categories = axes.get_legend_handles_labels()
-    handle_of = dict(zip(categories, handles))  # one of each category
+    handle_of = dict(zip(categories, handles))  # one handle per category
     drawn.legend(handle_of.values(), handle_of, loc="outside lower center", ncols=3)
     return drawn
 

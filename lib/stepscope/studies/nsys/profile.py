@@ -3,8 +3,8 @@
     profile = profile_with_nsys(ranged, config)
     profile.operations   one step of each mode: operation counts and times by phase, region, category and kernel
     profile.clocks       all other steps: wall time, enqueue time and GPU time
-    profile.timeline     two milliseconds from the middle of forward, also replayed as a CUDA graph
-    profile.events       every operation of one step of forward and of the full step
+    profile.timeline     two milliseconds from the middle of the forward pass, eager and as a CUDA graph
+    profile.events       every operation of one forward pass and of one full step
 
 The first profiled step of each mode is the named step, in which each region of the model has a range. Every sum is
 checked to the nanosecond, and a ConservationError is raised if operations are missing or counted twice.
@@ -72,7 +72,7 @@ WINDOW_NS = 2_000_000
 
 
 def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profile":
-    """Run ``ranged`` for every mode in a separate process under the profiler, and read the resulting profile.
+    """Start a process under the profiler that runs ``ranged`` for every mode, and read the resulting profile.
 
     If the GPU time of profiled steps exceeds the wall time of unprofiled steps, or if profiled steps differ from
     each other, everything is profiled again, at most twice. Readings that stay impossible are marked.
@@ -81,7 +81,7 @@ def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profi
         ranged: runs one step in NVTX ranges; its arguments are the step, the annotation and ``synchronize``.
 
     Raises:
-        NsysError: If the process fails or the profiler writes no file.
+        NsysError: If the process fails or the profiler doesn't write a file.
         ConservationError: If the operations don't add up.
     """
     for _ in range(TRIES):
@@ -280,7 +280,7 @@ class Profile:
 
     @cached_property
     def clocks(self) -> pd.DataFrame:
-        """Every profiled step except the named steps, by phase, and every unprofiled step."""
+        """The times of profiled steps by phase, without the named steps, and the times of unprofiled steps."""
         unprofiled = self._unprofiled_clocks()
         if not self.has_capture:
             return unprofiled
@@ -320,9 +320,9 @@ class Profile:
 
     @cached_property
     def timeline(self) -> pd.DataFrame:
-        """The operations in two milliseconds from the middle of forward, both eager and replayed as a CUDA graph.
+        """The operations in two milliseconds from the middle of the forward pass, both eager and as a CUDA graph.
 
-        Times count from the start of each of these two windows.
+        Times are relative to the start of each window.
         """
         empty = pd.DataFrame(columns=TIMELINE)
         if not self.has_capture:
@@ -413,8 +413,8 @@ def cut_step(
 ) -> pd.DataFrame:
     """Return the operations in nsys's reports that start within one step's projection onto the GPU.
 
-    nsys's projection of backward contains hardly any operations, because another thread launches the kernels of
-    backward. Therefore, all operations between the loss and the optimizer count as backward.
+    nsys's projection of the backward pass contains hardly any operations, because another thread launches its
+    kernels. Therefore, all operations between the loss and the optimizer count as backward.
 
     Args:
         trace: the report ``cuda_gpu_trace``.

@@ -12,8 +12,8 @@ CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "at
 OPERATION = ("mode", "phase", "region", "kernel_category", "name")
 CLOCK = ("mode", "phase", "step", "profiled")
 LANE = ("mode", "launch_ns", "start_ns")
-DRAWN_NS = 1_000_000  # the part of the timeline that is drawn
-REPLAYED = "replayed"  # forward as a CUDA graph; only the timeline contains this mode
+DRAWN_NS = 1_000_000  # length of the part of the timeline that is drawn
+REPLAYED = "replayed"  # the forward pass as a CUDA graph; only the timeline contains this mode
 _MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
 _SIGNED_NS = pa.Column("int64", coerce=True)  # relative to the start of a window
@@ -60,14 +60,14 @@ SCHEMAS = {
 
 
 def tables(frames: Tables) -> Tables:
-    """Classify operations again, so that runs of older versions get the current kernel categories."""
+    """Classify operations again, so that runs recorded by older versions get the current kernel categories."""
     operations = frames["operations"]
     categories = kernel_categories(operations["name"]).astype(str)
     return frames | {"operations": operations.assign(kernel_category=categories)}
 
 
 def by_category(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations' time in ms, with one row per phase and one column per category, longest first.
+    """Return the operations' time in ms, with one row per phase and one column per category (longest first).
 
     The softmax of attention is a separate category (see :func:`detailed_category`).
     """

@@ -68,7 +68,7 @@ class Config(RunConfig):
     # Keyword arguments of the function, such as "batch=8 length=128".
     arguments: Annotated[str, Field(pattern=f"^(?:{ARGUMENT}(?: {ARGUMENT})*)?$", max_length=300)] = ""
     optimizations: list[Optimization] = Field([*OPTIMIZATIONS])  # fp32 is always measured
-    limit_s: int = Field(600, ge=1, le=86_400)  # time limit of each optimization, including compiling
+    limit_s: int = Field(600, ge=1, le=86_400)  # time limit for each optimization, including compilation
     warmup_steps: int = Field(2, ge=0, le=10**6)
 
     @property

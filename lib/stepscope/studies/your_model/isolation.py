@@ -17,9 +17,10 @@ from stepscope.files import one_line
 
 # A server process imports these modules once and then forks a process for each call, which saves seconds per call.
 PRELOADED = ["stepscope.studies.your_model.rows", "torch._dynamo", "torch._inductor.compile_fx"]
-# Libraries that take seconds to import without using the GPU, and what to preload if a model's file mentions one.
+# Libraries that take seconds to import, but don't use the GPU meanwhile. If a model's file mentions a library, the
+# module next to it is preloaded.
 LIBRARIES = {"transformers": "transformers.modeling_utils", "torchvision": "torchvision"}
-MAX_PATH = 60  # maximum length of the path of a folder for sockets, whose names have up to 40 bytes
+MAX_PATH = 60  # maximum length of the path of the sockets' folder; a socket's name adds up to 40 bytes
 
 
 class ProcessFailed(StepscopeError, RuntimeError):
@@ -76,7 +77,7 @@ def _folder() -> TemporaryDirectory:
 
 
 def _short(path: str) -> str:
-    """Return a folder's path, as a relative path if it is long: socket paths are limited to 107 bytes."""
+    """Return a folder's path, made relative if it is long, because socket paths are limited to 107 bytes."""
     return path if len(path) < MAX_PATH else os.path.relpath(path)
 
 

@@ -39,9 +39,9 @@ GROUPS = (
     ("bf16_weights",),
     ("bf16_moments",),
 )
-# Optimizations that need another, which is then also applied if it didn't help by itself.
+# Optimizations that need another optimization, which is then applied even if it didn't help by itself.
 NEEDS = {"bf16_moments": "bf16_weights"}
-MIN_SPEEDUP = 1.01  # minimum speedup of an optimization that is kept
+MIN_SPEEDUP = 1.01  # an optimization is kept if its speedup exceeds this minimum
 MIN_SPEEDUP_POWER_LIMITED = 1.03
 COLUMNS = ("optimization", "stack", "kept", "status", "reason", *MEASURES, "clock_reasons", "inconsistent")
 
@@ -88,7 +88,10 @@ class Ladder:
         shutil.rmtree(self.folder / COMPILED_CODE, ignore_errors=True)
 
     def measure_group(self, names: Sequence[str], before: Outcome) -> Outcome:
-        """Measure alternatives on top of the kept optimizations, keep the fastest, and return the fastest step."""
+        """Measure alternatives on top of the kept optimizations, and keep the fastest.
+
+        Return the fastest step so far.
+        """
         best = before
         kept = self.kept
         for name in names:
@@ -143,7 +146,7 @@ class Ladder:
         print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
 
     def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
-        """Call a function of a job in a new process.
+        """Create a job, and call a function with it in a new process.
 
         Raises:
             StepscopeError: If the process failed, or the model can't be built or trained.
@@ -180,7 +183,7 @@ def is_launch_bound(row: Mapping[str, Any]) -> bool:
 
 
 def duration_ms(outcome: Outcome) -> float:
-    """Return the median wall time for comparing steps, or the fastest if the step is launch-bound."""
+    """Return the wall time by which steps are compared: the median, or the fastest if the step is launch-bound."""
     row = outcome.row
     return row.get("wall_min_ms" if is_launch_bound(row) else "wall_ms", math.nan)
 

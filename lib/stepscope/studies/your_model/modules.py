@@ -1,7 +1,7 @@
 """Measure the GPU time that each module of a user's model takes.
 
-In forward, a range around each module assigns operations to the module. In backward, autograd's sequence numbers
-assign them.
+In the forward pass, a range around each module determines which operations belong to the module. In the backward
+pass, autograd's sequence numbers determine this.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from stepscope.studies.your_model.subject import UserSubject
 from stepscope.traces.torch_trace import load_torch_trace
 
 WARMUPS = 2
-PREFIX = "module/"  # prefix of range names, so that no module's range is named like a phase
+PREFIX = "module/"  # prefix of range names, so that no module's range has the name of a phase
 ELSEWHERE = "(outside of modules)"
 MODEL = "(model)"
 PHASES = ("forward", "backward", "optimizer")

@@ -124,7 +124,7 @@ class RowLoop(Loop):
         signature = None
         if kernels is not None and (
             self.on_gpu or not case.compiles
-        ):  # a CPU's profile shows no compiled code
+        ):  # a CPU's profile doesn't show compiled code
             signature = case.numbers, [*zip(kernels["name"], kernels["count"])]
         sheet_tflops = measure.sheet_tflops(case.precision, self.device)
         return Outcome(case.row | {"sheet_tflops": sheet_tflops}, kernels, signature, self.facts)
@@ -146,7 +146,7 @@ class RowLoop(Loop):
             super().visit(case, *parts)
         except ModelError:
             raise
-        except Exception as error:  # noqa: BLE001  the user's code raises anything
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
             if case.row.get("status", "ok") != "ok" or case.row.get("reason"):
                 return  # keep the first error, which is the cause; after a CUDA error, every call raises
             reason = self.reason_of(error)

@@ -28,7 +28,8 @@ from stepscope.config import truncated_repr
 from stepscope.measure.oom import error_text
 from stepscope.model.training_step import is_out_of_memory
 
-# The environment variable that names a run's model, as on the command line. Records must not contain the path.
+# The environment variable that names a run's model, in the form that the command line uses. The configuration
+# doesn't contain the path, because records must not.
 MODEL = "STEPSCOPE_MODEL"
 EXPECTED = "(model, batch) or (model, batch, loss), where batch is a dict of the model's arguments"
 # Files in these folders aren't the user's. (Python's own folder isn't listed, because it may contain the folder of
@@ -76,7 +77,7 @@ class Source:
 
 
 def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
-    """Find a model's function, without running its file.
+    """Find the function that builds a model, without running the function's file.
 
     Args:
         model: "FILE.py:FUNCTION", "package.module:FUNCTION", or a function that a notebook's cell defines.
@@ -141,7 +142,7 @@ def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> t
             built = getattr(module, source.function)(**keywords)
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001  the user's code raises anything
+    except Exception as error:  # noqa: BLE001  the user's code may raise anything
         if is_out_of_memory(error):
             raise ModelError(f"the model doesn't fit into memory: {error_text(error)}") from None
         raise raised(source.function, error) from None
@@ -191,7 +192,7 @@ def checked(built: Any, device: str) -> tuple[Any, ...]:
 
 
 def user_line(error: BaseException | None) -> str:
-    """Return the innermost location in an error's traceback that is in the user's code or in a package it uses.
+    """Return the innermost location in an error's traceback that is in the user's code or in a package it imports.
 
     The format is "router.py:41: ". If there is no such location, the result is "".
     """

@@ -1,4 +1,4 @@
-"""Make a user's model a subject for the ladder's transforms, and collect facts about its fp32 step."""
+"""Turn a user's model into a subject for the ladder's transforms, and collect facts about its fp32 step."""
 
 import inspect
 import math
@@ -22,7 +22,8 @@ from stepscope.studies.your_model.source import ModelError, Source, build, is_us
 # Operators that wait for the GPU, because the CPU needs their result or the result's shape.
 SYNCHRONIZING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
-# With so many passes, 99% of models are found in which each of twelve layers is skipped in one of ten steps.
+# If each of twelve layers is skipped at random in a tenth of the steps, this many passes detect it 99% of the
+# time.
 VARYING_PASSES = 3
 
 
@@ -63,7 +64,7 @@ def make_subject(source: Source, keywords: dict[str, Any], device: str, seed: in
 def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Return the loss that a model computes itself.
 
-    The loss is the output, or its entry or attribute ``loss``.
+    The loss is the model's output, or the output's entry or attribute ``loss``.
     """
     output = model(**batch)
     if isinstance(output, Mapping):
@@ -115,7 +116,7 @@ def _grouped_matmul_flops(a, b, *_, out_shape=None, **options) -> int:
 def _recurrent_flops(x, weights, second_weight, *_, **options) -> int:
     """Return the FLOPs of an LSTM, GRU or RNN from the shapes of its inputs.
 
-    Each weight matrix multiplies each token.
+    Each token is multiplied by each weight matrix.
 
     cuDNN's operator takes the weights of all layers as a list, and oneDNN's operator takes the two matrices of one
     layer.
@@ -125,10 +126,10 @@ def _recurrent_flops(x, weights, second_weight, *_, **options) -> int:
 
 
 def _recurrent_backward_flops(*inputs, **options) -> int:
-    return 2 * _recurrent_flops(*inputs)  # the gradients of inputs and of weights
+    return 2 * _recurrent_flops(*inputs)  # for the gradients of the inputs and of the weights
 
 
-# FLOPs of operators that torch's counter doesn't know.
+# Formulas for the FLOPs of operators that torch's counter doesn't know.
 FLOPS = {
     getattr(torch.ops.aten, name): formula
     for name, formula in {
@@ -185,7 +186,7 @@ def varying_line(subject: UserSubject) -> str:
     """Run forward a few more times, and return the first line of the user's code that doesn't repeat its work.
 
     Such a line calls other operators, or its results have other shapes, than in the first of these passes. The
-    reason may be a random number in Python, as in layer dropping.
+    cause may be a random number that is drawn in Python, as in layer dropping.
 
     Returns:
         The line, such as "crop.py:12", or "" if all passes call the same operators with the same shapes.
@@ -203,7 +204,9 @@ def varying_line(subject: UserSubject) -> str:
 
 
 class SynchronizationWatch(TorchDispatchMode):
-    """Collect the lines of the user's code whose operators wait for a GPU, or would wait if the model is on a CPU.
+    """Collect the lines of the user's code that wait for the GPU.
+
+    If the model is on a CPU, collect the lines that would wait if it were on a GPU.
 
     Args:
         device: the type of the model's device; reading tensors on other devices doesn't count as waiting.
@@ -227,10 +230,10 @@ class SynchronizationWatch(TorchDispatchMode):
 
 
 class RepetitionWatch(TorchDispatchMode):
-    """Record the operators of a forward pass and the shapes of their results, and compare them with another pass.
+    """Record the operators of a forward pass and the shapes of their results, and compare both with another pass.
 
     Args:
-        expected: the calls of the other pass; None if there is none yet.
+        expected: the calls of the other pass; None if this is the first pass.
     """
 
     supports_higher_order_operators = True
@@ -254,6 +257,6 @@ class RepetitionWatch(TorchDispatchMode):
 
 
 def current_line() -> str:
-    """Return the innermost line of the user's code that is running, such as "router.py:41", or ""."""
+    """Return the innermost running line of the user's code, such as "router.py:41" ("" if there is none)."""
     frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
