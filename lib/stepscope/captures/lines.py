@@ -20,7 +20,7 @@ FORMATS = ("text", "json", "markdown")
 class Line:
     """One fact in a summary: a label, a text, and the numbers in the text.
 
-    The keys of ``values`` end with the unit of the number, if it has one.
+    Each key of ``values`` ends with the unit of its number, if the number has a unit.
     """
 
     label: str
@@ -51,15 +51,15 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
 def escape_all(text: str) -> str:
     """Escape a line's text for markdown, regardless of its length.
 
-    The text is never at the start of a markdown line, so a number with which it begins must not be escaped as if
-    it marked a list item.
+    The text is never at the start of a markdown line. Therefore, if the text begins with a number, this number
+    can't mark a list item and must not be escaped.
     """
     parts = textwrap.wrap(text, MAX_TEXT_CHARS - 2, break_on_hyphens=False)
     return " ".join(escape(f"x {part}")[2:] for part in parts)
 
 
 def clean(name: object, max_chars: int = MAX_NAME_CHARS) -> str:
-    """Make a name from a file safe to print: on one line, without unprintable characters, and shortened."""
+    """Make a name from a file safe to print: remove line breaks and unprintable characters, and shorten it."""
     return one_line(name, max_chars)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stepscope.optimizations.transforms import TrainedSubject
 
-MAX_SAMPLED = 2**18  # maximum number of elements of a gradient that are compared
+MAX_SAMPLED = 2**18  # maximum number of elements to compare per gradient
 
 Gradients = Mapping[str, Tensor]
 
@@ -21,7 +21,7 @@ def sampled(gradient: Tensor) -> Tensor:
 
 
 def gradients_of(subject: TrainedSubject) -> Gradients:
-    """Return the sampled gradient of each parameter, by the parameter's name."""
+    """Return the sampled gradient of each parameter, keyed by the parameter's name."""
     gradients = {}
     for name, parameter in subject.parameters.items():
         if parameter.grad is not None:

@@ -64,7 +64,7 @@ class Run:
         self.store = Store(runs_folder(runs)) if runs and not run_folder else None
         self.began, self.started_at = time.monotonic(), datetime.now(UTC)
         self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software()}
-        if not self.folder:  # a user who runs the notebook may also keep the machine busy
+        if not self.folder:  # a user may run the notebook while the machine is busy
             self.outcome["machine"]["load"] = round(os.getloadavg()[0], 2)
         shared = foreign_gpu_use() if config.device == "cuda" else ""
         if shared:
@@ -95,8 +95,8 @@ class Run:
         Call this method right after measuring, so that an error in a later cell doesn't lose data.
 
         Args:
-            tables: tables by name; each is written as ``<name>.parquet``.
-            results: numbers, strings and booleans by name.
+            tables: tables, keyed by name. Each table is written as ``<name>.parquet``.
+            results: numbers, strings and booleans, keyed by name.
             files: files from other programs, which are saved with the record under their current names.
 
         Raises:
@@ -127,7 +127,7 @@ class Run:
             self.store.rewrite_record(self._record())
 
     def _record(self) -> Record:
-        """Return the record so far of a run by a user.
+        """Return the current record of a run that a user started.
 
         The status is ok, because no other process monitors the run.
         """
@@ -164,7 +164,7 @@ def _threads(config: RunConfig) -> list[str]:
     """Use only one thread for the smallest models on a CPU, in this process and its subprocesses.
 
     Returns:
-        A note for the reader, in a list; an empty list if the number of threads hasn't changed.
+        A list with a note for the reader, or an empty list if the number of threads hasn't changed.
     """
     if config.device != "cpu" or any(
         not 0 < getattr(config, field) <= limit for field, limit in ONE_THREAD.items()
