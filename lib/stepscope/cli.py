@@ -716,7 +716,7 @@ def main() -> None:
     except OSError as error:
         if error.strerror is None:  # raised by a library, not by the OS
             raise
-        if error.filename is None:  # writing to stdout failed; flushing it again at exit would, too
+        if error.filename is None:  # writing to stdout failed; flushing stdout again at exit would fail, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # the reader has closed the pipe
             sys.exit(EXIT_FAILED)

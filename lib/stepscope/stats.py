@@ -15,8 +15,8 @@ MIN_LAUNCH_BOUND_GAIN = 0.20
 # Once a process has warmed up, the wall times of its steps differ by less than this share. A step that differs by
 # more is still warming up, or is launch-bound.
 MAX_WARM_SPREAD = 0.01
-# GPU time and wall time come from different steps, whose clocks differ slightly, so ``busy`` can slightly exceed
-# 1. A value above these limits means that something disturbed the measurement, so reports omit the case.
+# GPU time and wall time come from different steps, whose SM clocks differ slightly, so ``busy`` can slightly
+# exceed 1. A value above these limits means that something disturbed the measurement, so reports omit the case.
 MAX_BUSY = 1.02
 MAX_BUSY_POWER_LIMITED = 1.03
 # A GPU whose SM clock is below this share of its maximum is power-limited.
@@ -96,7 +96,7 @@ def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> flo
 
 
 def spread_ms(rows: pd.DataFrame) -> pd.Series:
-    """Return the interquartile range of each row's wall times in ms, which a few slow steps hardly affect."""
+    """Return the interquartile range in ms of each row's wall times. A few slow steps hardly affect this range."""
     return rows["wall_q3_ms"] - rows["wall_q1_ms"]
 
 

@@ -39,7 +39,7 @@ CALL_REMEDIES = {
 MIN_ADVICE_SHARE = 0.01  # share of the step; smaller savings don't justify advice
 MAX_ADVICE = 3
 MAX_NAME_CHARS = 60
-MIN_KNOWN_LAUNCH_SHARE = 0.5  # of operations with known launches; below it, causes of idle time are unknown
+MIN_KNOWN_LAUNCH_SHARE = 0.5  # share of operations with known launches; causes are unknown below it
 OPERATOR = re.compile(r"^[\w.]+::")  # such as "aten::item"
 
 

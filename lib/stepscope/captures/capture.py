@@ -1,6 +1,6 @@
 """Read a capture of any program, from nsys or torch.profiler, and assign its operations to steps and phases.
 
-The names of ranges determine the steps and phases. If no names denote the backward or forward phase, autograd's
+The names of ranges determine the steps and phases. If no name denotes the backward or forward phase, autograd's
 ranges mark the backward phase, and the operators that created autograd's nodes mark the forward phase. Operations
 that were launched before the capture, before the capture's first step, or in a warm-up are excluded, but counted.
 """
@@ -139,7 +139,7 @@ class Capture:
         return len(self.excluded)
 
     def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
-        """Return a capture of a time span, with only the operations that start within it and the steps inside it.
+        """Return the part of the capture in a time span: the operations that start there, and the complete steps.
 
         Args:
             from_ms, to_ms: the start and the end of the time span, in ms after the start of the first operation.
@@ -191,7 +191,7 @@ def load_capture(
         on_cpu: whether to read the CPU's operators and gloo's collectives if a trace contains no GPU work.
 
     Raises:
-        TraceError: If the file has none of these formats, is truncated or contains no GPU work, or if no range
+        TraceError: If the file isn't in one of these formats, is truncated or contains no GPU work, or if no range
             matches the name of the step or of a phase.
     """
     capture = load_capture_or_sums(path, step, phases, on_cpu)
@@ -540,7 +540,7 @@ def _has_backward_node(
 def _mark_forward(
     step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, has_node: np.ndarray
 ) -> np.ndarray:
-    """Mark the forward phase in a capture in which autograd's ranges determine the phases.
+    """Mark the forward phase in a capture whose phases are determined by autograd's ranges.
 
     The forward phase includes everything that a step launches before its first backward operation. Later in the
     step, the forward phase includes operations that create nodes for another backward pass, and everything between

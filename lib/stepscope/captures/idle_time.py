@@ -67,8 +67,8 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 def _host_events_near_median(gpu: Device) -> pd.DataFrame:
     """Return the host events near the median step, ordered by thread and start.
 
-    These are the process's events that overlap an interval. The interval begins one step time before the median
-    step, and ends with this step.
+    The result contains the process's events that overlap the median step or the time before it, up to the length
+    of one step.
     """
     host, windows = gpu.capture.host, gpu.windows[gpu.median_indices]
     begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())

@@ -96,8 +96,8 @@ def _duration_text(row: pd.Series) -> str:
 def leading_lines(gpu: Device) -> list[Line]:
     """Name the kernel that takes the most time in each phase or range, one phase or range per line.
 
-    Each line also gives the kernel's count and time, and any other phases or ranges in which it takes the most
-    time.
+    Each line also gives the kernel's count and time, and any other phases or ranges in which this kernel takes the
+    most time.
     """
     leading = gpu.leading_kernels
     if len(leading) < 2:

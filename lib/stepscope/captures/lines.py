@@ -59,7 +59,7 @@ def escape_all(text: str) -> str:
 
 
 def clean(name: object, max_chars: int = MAX_NAME_CHARS) -> str:
-    """Make a name from a file safe to print: remove line breaks and unprintable characters, and shorten it."""
+    """Make a name from a file safe to print: remove line breaks and unprintable characters, and truncate."""
     return one_line(name, max_chars)
 
 
@@ -70,7 +70,7 @@ def listed(times_ms: pd.Series, separator: str = ", ") -> str:
 
 
 def count_text(value: float) -> str:
-    """Format the number of events in a step, which is fractional if it was averaged over two steps."""
+    """Format the number of events in a step, which is fractional if averaged over two steps."""
     return digits(value, "n" if value == round(value) or value >= 100 else "")
 
 

@@ -115,7 +115,7 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
 
 
 def _end_difference_ns(rows: pd.DataFrame) -> pd.Series:
-    """Return, for each kernel, how far apart in ns the ranks end the kernel's collective.
+    """Return, for each kernel, the spread in ns of the times at which the ranks end the kernel's collective.
 
     The clocks of the ranks are aligned first.
     """
@@ -146,7 +146,7 @@ def _collectives_of_rank(rank: int, gpu: Device) -> pd.DataFrame:
 
 
 def _steps_of_rank(gpu: Device, waiting_ns: pd.Series) -> pd.DataFrame:
-    """Return a row per step with its wall time and the parts that add up to it, in ms.
+    """Return a row per step with the wall time and the parts that add up to the wall time, in ms.
 
     Args:
         waiting_ns: the waiting time of each matched collective, keyed by its position in the GPU's operations.

@@ -84,7 +84,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _limited_memory(extra_bytes: int) -> Iterator[None]:
-    """Limit how much more memory this process can map, because even a tiny pickle can request any amount of it."""
+    """Limit how much more memory this process can map, because a tiny pickle can request any amount of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

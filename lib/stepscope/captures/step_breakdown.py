@@ -24,9 +24,9 @@ COMMUNICATION, GENERATED = "communication", "compiler-generated"
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # applies only to names of copies
 # an fp32 matmul that runs on tensor cores uses TF32
 TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)
-MIN_SHARE_RATED = 0.5  # minimum share of matmul time with known shapes; below it, we report no rate
+MIN_SHARE_RATED = 0.5  # minimum share of matmul time with known shapes; below it, no rate is reported
 OUTLIER_RATIO = 1.25  # a step this many times slower or faster than the median is an outlier
-STARTUP_BUSY_RATIO = 2  # after the start-up, the GPU is at least this many times as busy as during it
+STARTUP_BUSY_RATIO = 2  # minimum ratio of the GPU's busy share after the start-up to that during it
 MIN_OPS_FOR_STARTUP = 100  # with fewer operations, we don't look for a start-up
 MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no step is typical
 
@@ -73,7 +73,7 @@ class Device:
     def first_starts(self) -> pd.Series:
         """The start time in ns of each step's first operation on the main stream, ordered by time.
 
-        The result is empty if most steps run no operation on the main stream, because then no step is typical.
+        If most steps don't run any operation on the main stream, the result is empty, because no step is typical.
         """
         rows = self.all_operations
         rows = rows[(rows["step"] >= 0) & (rows["stream"] == self.stream)]
@@ -188,7 +188,7 @@ class Device:
 
     @cached_property
     def breakdowns(self) -> pd.DataFrame:
-        """A row per step with its wall time and the parts that add up to it, in ms."""
+        """A row per step with the wall time and the parts that add up to the wall time, in ms."""
         records = []
         for (begin, end), rows in zip(self.windows, self.ops_per_step):
             compute_ns, any_ns = busy_ns(rows[rows["part"] == "compute"]), busy_ns(rows)
@@ -307,7 +307,7 @@ class Device:
     def untraced_graphs(self) -> int:
         """The number of CUDA graphs that were launched within steps, but whose operations the capture omits.
 
-        The GPU may be running these graphs when it appears idle. If there are no steps, all launches count.
+        The GPU may be running these graphs when it appears idle. If there are no steps, all launched graphs count.
         """
         graphs = self.capture.untraced_graphs
         launch_ns = graphs.loc[graphs["process"] == self.process, "start_ns"]

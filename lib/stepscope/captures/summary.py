@@ -133,7 +133,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
 
 
 def _rank_lines(gpus: Sequence[Device]) -> list[Line]:
-    """Compare a capture's GPUs if they have steps in common; omit each GPU's times, which other lines contain."""
+    """Compare a capture's GPUs if they have steps in common; omit times that other lines contain."""
     names = [gpu.name for gpu in gpus]
     with suppress(TraceError):
         return [line for line in rank_lines(gpus, names) if line.label not in names]

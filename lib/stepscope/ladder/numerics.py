@@ -66,10 +66,10 @@ def gradient_at(
     weights: Mapping[str, Tensor],
     text: Tensor,
 ) -> tuple[float, Gradients]:
-    """Set a subject's weights, run forward and backward, and return the loss and the sampled gradients.
+    """Set a subject's weights, run both passes, and return the loss and the sampled gradients.
 
     Args:
-        weights: the fp32 weights, by parameter name.
+        weights: the fp32 weights, keyed by parameter name.
         text: token ids, (B, T + 1); the targets are the next tokens.
     """
     with torch.no_grad():

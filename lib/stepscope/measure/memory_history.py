@@ -153,7 +153,7 @@ def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def live_bytes(subject: Subject, mode: str) -> dict[str, int]:
-    """Return the bytes that a subject's tensors occupy between two steps of a mode, by kind."""
+    """Return the bytes that a subject's tensors occupy between two steps of a mode, keyed by kind."""
     tensors: dict[str, Iterable[torch.Tensor]] = {
         "weights": subject.model.parameters(),
         "optimizer state": _moments(subject) if mode == "step" else [],

@@ -20,7 +20,7 @@ class ProfiledModes:
     modes: keyed by mode, a dict with the status and its reason; unprofiled_ms and profiled_ms, the wall times of
         the mode's steps; and enqueue_ms and clock (sm_clock_mhz and highest_clock_mhz), from the unprofiled steps.
     step_modes: the mode of each step in the file, in order.
-    learning_rate: AdamW's learning rate during these steps; None if the weights did not fit into memory.
+    learning_rate: AdamW's learning rate during these steps; None if the weights didn't fit into memory.
     """
 
     file: Path | None

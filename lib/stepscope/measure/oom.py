@@ -30,7 +30,7 @@ def error_text(error: BaseException) -> str:
 
 
 class out_of_memory:
-    """A context manager that handles running out of memory: it records the outcome, and suppresses the error.
+    """A context manager that handles out-of-memory errors: it records the outcome, and suppresses the error.
 
         status = {}
         with out_of_memory(status, "naive"):

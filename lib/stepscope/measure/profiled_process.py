@@ -236,7 +236,7 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
             opened.enter_context(profiler)
 
         failed: dict[Hashable, tuple[str, str]] = {}
-        with out_of_memory(failed, "weights"):  # no variable holds the step, so that it is freed afterwards
+        with out_of_memory(failed, "weights"):  # the step isn't kept in a variable, so it is freed
             outcome = profile(build_step(config), ranged, start_profiler)
         if failed:
             _, reason = failed["weights"]

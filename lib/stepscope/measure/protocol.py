@@ -124,8 +124,8 @@ def steps(
         unsupported: the reasons why this device doesn't support certain cases, keyed by case. Each of these cases
             gets a row.
         by: the name of the column that contains the first element of each pair.
-        extras: whether to measure sustained power, replays and ceilings, too. Without them, the tables have no
-            rates.
+        extras: whether to measure sustained power, replays and ceilings, too. If False, the tables don't
+            contain rates.
 
     Raises:
         ConfigError: If the mode of a case is unknown.

@@ -43,7 +43,7 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         return {"device_name": cpu["cpu"]} | cpu
-    import torch  # imported lazily, here and below, because the command line starts faster without it
+    import torch  # imported lazily, here and below, because the command line starts faster without torch
 
     gpu = torch.cuda.get_device_properties(0)
     return {

@@ -45,8 +45,8 @@ class Run:
     Args:
         config: the configuration to run.
         run_folder: the folder for the outcome, if a sweep executes the notebook.
-        runs: the runs folder in which to save the run, if a user runs the notebook. If it is empty, nothing is
-            saved.
+        runs: the runs folder in which to save the run, if a user runs the notebook. If ``runs`` is empty, nothing
+            is saved.
 
     Raises:
         ConfigError: If this machine can't run the configuration, or ``runs`` contains runs from another device.
@@ -57,7 +57,7 @@ class Run:
     def __init__(self, config: RunConfig, run_folder: str | Path = "", runs: str | Path = ""):
         require_device(config)
         pd.options.display.max_colwidth = 200  # so that notebooks show reasons in full
-        # By default, torch's profiler logs each start and stop to stderr, which a notebook shows.
+        # By default, torch's profiler logs each start and stop to stderr, and a notebook shows this output.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.config = config
         self.folder = Path(run_folder) if run_folder else None
@@ -118,7 +118,7 @@ class Run:
             display(Markdown(f"Saved in `{place}`."))
 
     def conclude(self, sentence: str) -> None:
-        """Show the run's finding, and save it as the record's ``finding``, which a sweep prints."""
+        """Show the run's finding, and save it as the record's ``finding``. A sweep prints findings."""
         display(Markdown(sentence))
         self.outcome.setdefault("results", {})["finding"] = sentence
         if self.folder:

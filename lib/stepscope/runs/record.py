@@ -131,7 +131,7 @@ class Record(BaseModel):
     def matches_notebook(self, source: str) -> bool:
         """Return whether the notebook with this digest measured the run.
 
-        The result is also True if the record contains no digest.
+        The result is also True if the record doesn't contain a digest.
         """
         return self.notebook_source in (None, source)
 
@@ -162,7 +162,7 @@ def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
 
 
 def plain(result: Any) -> Any:
-    """Convert numpy and torch scalars in a value to Python numbers, so that JSON can represent it."""
+    """Convert numpy and torch scalars in a value to Python numbers, so that JSON can represent the value."""
     return json.loads(json.dumps(result, default=lambda scalar: scalar.item()))
 
 

@@ -41,7 +41,7 @@ PATIENCE_S = 600  # generous, because a kernel may answer slowly on a busy machi
 TEMPORARY = "tmp"  # a subfolder of the run's folder; the subfolder is deleted when the run ends
 PRINTED = f"{TEMPORARY}/printed.txt"  # what the notebook has printed so far
 # Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set
-# of the processor, which takes 5 to 15 s in each process that compiles for a CPU.
+# of the processor. This takes 5 to 15 s in each process that compiles for a CPU.
 ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
 # Dask's nanny sets these variables for its workers, so runs must not inherit them.
 DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
@@ -144,7 +144,7 @@ def make_run(
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
-    """Return the run's papermill parameters. If the size has a name, they omit the dimensions."""
+    """Return the run's papermill parameters. If the size has a name, the parameters omit the dimensions."""
     parameters = json.loads(config.model_dump_json(include=set(config.tunable_fields())))
     if parameters.get("size", "custom") != "custom":
         for field in Dimensions._fields:
@@ -286,7 +286,8 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
 
     If only a ``show`` cell fails, the status is still ok, and the cause describes the error.
     """
-    # If JupyterLab has installed this module, jsonschema imports it to check URLs, which takes a second per run.
+    # If JupyterLab has installed this module, jsonschema imports it to check URLs. This import takes a second per
+    # run.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import papermill
     from jupyter_client.manager import AsyncKernelManager

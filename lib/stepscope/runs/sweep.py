@@ -71,7 +71,7 @@ class SweepEnd:
     """A sweep's outcome.
 
     Args:
-        counts: the number of runs by status, including runs that were already done.
+        counts: the number of runs with each status, including runs that were already done.
         left: the configurations that still have to be run.
         stopped_by: the reason why the sweep stopped early, or None.
     """

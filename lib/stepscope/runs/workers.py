@@ -72,7 +72,7 @@ class Workers:
         images: bool = True,
     ):
         self.client, self.timeout_s = client, timeout_s
-        self.offers: dict[str, dict] = {}  # by worker address: a dict with name, nthreads, resources
+        self.offers: dict[str, dict] = {}  # keyed by worker address: a dict with name, nthreads, resources
         self.running: list[Assignment] = []
         self.refresh()
         cores = len(os.sched_getaffinity(0))

@@ -316,7 +316,7 @@ def enclosing(
     opened = start + interval_offset
     closed = end + interval_offset
 
-    order = np.lexsort((-closed, opened))  # if several open at once, the longest opens first
+    order = np.lexsort((-closed, opened))  # if several intervals open at once, the longest opens first
     events = np.concatenate([closed[order], opened[order]])
     by_time = np.argsort(events, kind="stable")  # at the same time, closings come first
     events = events[by_time]
@@ -359,7 +359,7 @@ def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nda
 
 
 def matching(names: pd.Series, predicate: Callable[[str], object]) -> np.ndarray:
-    """Return a mask of the names that satisfy a predicate, which is called only once per distinct name."""
+    """Return a mask of the names that satisfy a predicate. The predicate is called only once per distinct name."""
     matches = [bool(predicate(str(name))) for name in names.cat.categories]
     return np.array(matches, bool)[names.cat.codes]
 

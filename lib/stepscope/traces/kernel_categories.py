@@ -113,7 +113,7 @@ RULES = [
         r"|compute grad weight|by key|compact|device (scan|select|partition|run length)|triton kv ind"
         r"|\b[gs]et rows)",
     ),
-    # pooling windows of an image, or resizing it
+    # pooling over windows of an image, or resizing an image
     ("pooling", r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align"),
     # reductions and related operations: sums, means, scans, normalization layers, the loss
     (
@@ -150,8 +150,8 @@ _PATTERNS = [(family, re.compile(pattern)) for family, pattern in RULES]
 # The model's hand-written softmax consists of five operations in other categories, so we recognize it by its
 # region. The category "softmax" then means torch's own, in the loss.
 ATTENTION_SOFTMAX, LOSS_SOFTMAX = "attention softmax", "loss softmax"
-# Copies that change the dtype: torch's kernels for low precision, and its general copy kernel, which casts as it
-# loads.
+# Copies that change the dtype: torch's kernels for low precision, and its general copy kernel if it casts when
+# loading.
 CAST = r"(?:b?float16|float8\w*)_copy_kernel|direct_copy_kernel.*LoadWithCast|^aten::_to_copy$"
 FOREACH_COPY = re.compile(r"\bCopy(Functor)?\b")  # copies of lists of tensors, from any library
 # Kernels that apply a function to each element are named after the loop, and the function is a template argument.

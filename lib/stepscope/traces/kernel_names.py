@@ -1,4 +1,4 @@
-"""Split the names of GPU kernels into their parts, and shorten them for display."""
+"""Split the names of GPU kernels into parts, and shorten names for display."""
 
 import itertools
 import re

@@ -36,7 +36,7 @@ def allocations(snapshot: dict) -> pd.DataFrame:
             line = line_of(entry.get("frames", []))
             rows.append([entry["size"], entry["addr"], event, float("inf"), line])
         elif entry["action"] == "free_requested":
-            if entry["addr"] in open_at:  # allocations older than the history have no row
+            if entry["addr"] in open_at:  # false for allocations that are older than the history
                 rows[open_at.pop(entry["addr"])][3] = event
         else:
             continue
