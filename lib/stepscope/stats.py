@@ -75,7 +75,7 @@ def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
 
 
 def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return the wall-time speedup of the step ``after`` over the step ``before``, or NaN if the gain is noise.
+    """Return the wall-time speedup of the step ``after`` over the step ``before``, or NaN if the change is noise.
 
     If either step is launch-bound, the minimum wall times are compared, because medians of launch-bound steps
     aren't reproducible, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are

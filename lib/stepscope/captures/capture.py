@@ -139,7 +139,7 @@ class Capture:
         return len(self.excluded)
 
     def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
-        """Return the part of the capture in a time span: the operations that start there, and the complete steps.
+        """Return the part of a capture within a time span: the operations that start in it, and complete steps.
 
         Args:
             from_ms, to_ms: the start and the end of the time span, in ms after the start of the first operation.

@@ -59,7 +59,7 @@ def escape_all(text: str) -> str:
 
 
 def clean(name: object, max_chars: int = MAX_NAME_CHARS) -> str:
-    """Make a name from a file safe to print: remove line breaks and unprintable characters, and truncate."""
+    """Clean a name for printing: remove line breaks and unprintable characters, and truncate a long name."""
     return one_line(name, max_chars)
 
 

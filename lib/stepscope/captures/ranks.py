@@ -115,7 +115,7 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
 
 
 def _end_difference_ns(rows: pd.DataFrame) -> pd.Series:
-    """Return, for each kernel, the spread in ns of the times at which the ranks end the kernel's collective.
+    """Return, for each kernel, the spread in ns of the collective's end times on different ranks.
 
     The clocks of the ranks are aligned first.
     """

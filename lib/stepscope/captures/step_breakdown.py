@@ -26,7 +26,7 @@ HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # appl
 TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)
 MIN_SHARE_RATED = 0.5  # minimum share of matmul time with known shapes; below it, no rate is reported
 OUTLIER_RATIO = 1.25  # a step this many times slower or faster than the median is an outlier
-STARTUP_BUSY_RATIO = 2  # minimum ratio of the GPU's busy share after the start-up to that during it
+STARTUP_BUSY_RATIO = 2  # how many times as busy the GPU must be after the start-up as during the start-up
 MIN_OPS_FOR_STARTUP = 100  # with fewer operations, we don't look for a start-up
 MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no step is typical
 

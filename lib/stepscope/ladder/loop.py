@@ -112,7 +112,7 @@ class Loop:
             self.time_steps(case, subject)
 
     def visit(self, case: Case, *parts: Callable[[Case, TrainedSubject], None]) -> None:
-        """Load a case's weights, run the given parts, and free the weights; on failure, set the reason."""
+        """Load a case's weights, run the given parts, and free the weights; on failure, set the row's reason."""
         if case.row["status"] != "ok":
             return
         failed: dict[Any, tuple[str, str]] = {}

@@ -71,7 +71,7 @@ class MemoryHistory:
         name (None if a region was closed).
     gradients: the addresses of the gradients at the end of the backward phase.
     snapshot: the snapshot of PyTorch's allocator, which contains the history.
-    reason: the error message if the step ran out of memory, in which case it has no history; otherwise "".
+    reason: the error message if the step ran out of memory, in which case there is no history; otherwise "".
     """
 
     mode: str

@@ -98,7 +98,7 @@ def mean_power_w(readings: Sequence[Reading]) -> float:
     """Return the mean power in W between the first and the last change of the energy counter.
 
     A reading of the counter is up to date only if it differs from the previous reading. The result is NaN if the
-    counter changed fewer than twice.
+    counter changed at most once.
     """
     time_s = np.array([reading.time_s for reading in readings])
     energy_j = np.array([reading.energy_j for reading in readings])

@@ -106,7 +106,7 @@ def timing_event() -> torch.cuda.Event:
 def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, float, float]]:
     """Run one step on an idle device; return (phase, ms, enqueue ms) for each phase and then for the total.
 
-    The ms of the total are the wall time.
+    The time of the total row is the wall time.
     """
     synchronize = synchronizer(phases.device)
     synchronize()  # finish earlier work

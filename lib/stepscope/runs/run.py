@@ -156,7 +156,7 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
     """Wait for the run's process to end.
 
     Returns:
-        None if the process ended by itself. If it exceeded the time limit, the reason for killing it.
+        None if the process ended by itself. If it exceeded the time limit, the reason for killing the process.
 
     Raises:
         Abandoned: If ``abandoned`` returns True.
@@ -202,7 +202,8 @@ def _tidy(folder: Path, status: str, keep_images: bool) -> None:
 def _cleaned(value: Any, folder: Path) -> Any:
     """Replace this machine's paths and host name in all strings in a JSON value, recursively.
 
-    Cell types, output types and images remain unchanged, because, by chance, base64 text may contain a path.
+    Cell types, output types and images remain unchanged. Images are skipped because their base64 text may contain
+    a path by chance.
     """
     if isinstance(value, dict):
         unchanged = ("cell_type", "output_type", "image/png")

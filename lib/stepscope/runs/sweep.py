@@ -82,7 +82,7 @@ class SweepEnd:
 
 
 def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, console: Console) -> SweepEnd:
-    """Run the configurations of the sweeps that the store doesn't contain yet, and print each run's outcome.
+    """Run the sweeps' configurations that the store doesn't contain yet, and print the outcome of each run.
 
     Args:
         sources: as in :func:`stepscope.runs.sweep_file.load_sweeps`.
