@@ -5,7 +5,7 @@ from pathlib import Path
 __version__ = "0.3.0"
 
 PACKAGE = Path(__file__).resolve().parent
-# The folder of the checkout that contains this package; None if the package was installed without a checkout.
+# The root folder of this package's checkout; None if the package was installed without a checkout.
 PROJECT = (
     PACKAGE.parents[1]
     if PACKAGE.parent.name == "lib" and (PACKAGE.parents[1] / "pyproject.toml").is_file()

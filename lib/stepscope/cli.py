@@ -20,8 +20,8 @@ from stepscope import PROJECT, StepscopeError, __version__
 from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here, machine, software
 
-# Other modules are imported lazily: pressing Ctrl-C during an import prints a traceback until main has changed how
-# SIGINT is handled.
+# Other modules are imported lazily, after main has changed how SIGINT is handled. Otherwise, pressing Ctrl-C
+# during an import would print a traceback.
 if TYPE_CHECKING:
     from stepscope.runs.record import Record
     from stepscope.runs.sweep import SweepOptions
@@ -156,8 +156,8 @@ def _local_runs(runs: Path | None, reading: bool = False) -> Path:
     """Return ``runs``, or this machine's runs folder if ``runs`` is None.
 
     This machine's folder is named after the machine's device. It is in the checkout, where git ignores it, or in
-    the current directory if there is no checkout. If ``reading`` is True and there is only one local folder,
-    return this folder, regardless of its device.
+    the current directory if there is no checkout. If ``reading`` is True and there is only one local runs
+    folder, return this folder, regardless of its device.
     """
     if runs:
         return runs
@@ -189,7 +189,7 @@ def _sweep(sources: list[Any], runs: Path, options: "SweepOptions") -> int:
 
 
 def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -> NoReturn:
-    """Run sweeps, render their results even if some runs failed, and exit with the sweep's status."""
+    """Run sweeps, render their results even if some runs failed, and exit with the status of the sweeps."""
     status = _sweep(sources, runs, options)
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
@@ -370,7 +370,7 @@ def _requested_shape(size: str | None, edition: int | None, shape: str | None) -
     """Return the configuration fields for a size or a shape.
 
     Raises:
-        StepscopeError: If neither or both are given, or the given one is invalid.
+        StepscopeError: If neither or both are given, or the size or shape is invalid.
     """
     from stepscope.config import Dimensions, resolve_size
 
@@ -716,7 +716,7 @@ def main() -> None:
     except OSError as error:
         if error.strerror is None:  # raised by a library, not by the OS
             raise
-        if error.filename is None:  # writing to stdout failed; flushing it again at exit would, too
+        if error.filename is None:  # writing to stdout failed; flushing stdout again at exit would fail, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # the reader has closed the pipe
             sys.exit(EXIT_FAILED)

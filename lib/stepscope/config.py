@@ -1,8 +1,8 @@
 """Define run configurations, which are typed, validated, and identified by their fields.
 
-:class:`RunConfig` has the fields of every run, and :class:`StepConfig` adds those of the model's training step.
-Each study subclasses one of them as ``Config`` in its ``config.py`` and adds its own fields. Every input of a run
-is a field, and the run id is built from the fields, so the id identifies the run completely.
+:class:`RunConfig` has the fields of every run, and :class:`StepConfig` adds the fields of the model's training
+step. Each study subclasses one of these classes as ``Config`` in the study's ``config.py``, and adds more fields.
+Every input of a run is a field, and the run id is built from the fields, so the id identifies the run completely.
 """
 
 import ast
@@ -45,13 +45,13 @@ SIZES = {
 }
 SIZE_RANKS = {name: shape.d_model * shape.num_layers for name, shape in SIZES.items()}  # smallest first
 CPU_SIZES = ("nano", "micro", "tiny")
-# Size names in each year's handout, mapped to the names in SIZES, which records, sweeps and tables use.
+# Maps the size names in each year's handout to the names in SIZES. Records, sweeps and tables use the latter.
 EDITIONS = {
     2025: {name: name for name in ("small", "medium", "large", "xl", "2.7B")},
     2026: {"small": "small", "medium": "medium", "large": "large", "xl": "2.7B", "10B": "10B"},
 }
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
-# The phases of each mode, in order.
+# The phases of each mode, in the order in which they run.
 PHASES = {
     "forward": ["forward"],
     "forward_backward": ["forward", "loss", "backward"],
@@ -103,12 +103,12 @@ def resolve_device(device: Any) -> Any:
     return device
 
 
-# Bounds of numeric fields: larger than any machine can run, but small enough for the columns of tables.
+# Upper bounds of numeric fields: larger than any machine can run, but small enough for the columns of tables.
 Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
-# An unnamed size, as tables format it.
+# Matches an unnamed size in the format that tables use.
 SHAPE = re.compile(r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})")
 MAX_SHOWN = 100  # maximum length of an invalid value in an error message
 
@@ -119,7 +119,7 @@ def truncated_repr(value: Any) -> str:
     short.maxstring = short.maxother = MAX_SHOWN
     try:
         text = short.repr(value)
-    except ValueError:  # an int with thousands of digits
+    except ValueError:  # the value is or contains an int with thousands of digits
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
@@ -169,7 +169,7 @@ class RunConfig(BaseModel):
 
     @property
     def gpus_needed(self) -> int:
-        """The number of GPUs that the run uses. On a CPU, this is the number of the worker's slots."""
+        """The number of GPUs that the run uses, or, for a run on a CPU, the number of the worker's slots."""
         return 1
 
     def digest(self) -> str:
@@ -208,7 +208,7 @@ class RunConfig(BaseModel):
 
     @property
     def label(self) -> str:
-        """A readable description: the run id's words, and all other fields that differ from their defaults."""
+        """A readable description: the words of the run id, and all other fields with non-default values."""
         in_id = {"study", "device", "size", "mode", "precision", "context_length", *Dimensions._fields}
         others = self.model_dump(exclude_defaults=True, exclude=in_id)
         parts = [" ".join([self.study, *self.words_of_id()])]
@@ -316,7 +316,7 @@ class StepConfig(RunConfig):
 def studies() -> dict[str, type[RunConfig]]:
     """Return each study's configuration class, keyed by the study's name, in the order of the report.
 
-    The studies' modules are imported by name, because they import this module.
+    The studies' modules are imported by name, because each of them imports this module.
     """
     names = importlib.import_module("stepscope.studies").STUDIES
     configs = {}
@@ -332,8 +332,8 @@ def configure(study: str, **values: Any) -> Any:
     A field that is None counts as omitted. ``device`` defaults to ``auto``.
 
     Raises:
-        ConfigError: If a field is invalid. The message names all invalid fields, with the values and what was
-            expected.
+        ConfigError: If a field is invalid. The message names all invalid fields, their values and the expected
+            values.
     """
     known = studies()
     if not isinstance(study, str) or study not in known:
@@ -405,7 +405,7 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
         more_names: names that are allowed in addition to the names in the parameters cell.
 
     Raises:
-        ConfigError: If a parameter is unknown; the message lists the known ones.
+        ConfigError: If a parameter is unknown; the message lists the known parameters.
     """
     history = names.get("In", [])
     for defaults, cell in itertools.pairwise(history):

@@ -65,7 +65,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
         for path, temporary in temporaries.items():
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder")
-            temporary.unlink(missing_ok=True)  # left by a killed process; open would follow a link
+            temporary.unlink(missing_ok=True)  # may be left by a killed process; open would follow a link
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(texts[path])
                 file.flush()
@@ -74,7 +74,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
             temporary.replace(path)
     finally:
         for temporary in temporaries.values():
-            with suppress(OSError):  # usually missing, because it has been renamed
+            with suppress(OSError):  # usually, the file is missing, because it has been renamed
                 temporary.unlink()
     for folder in {path.parent for path in texts}:
         sync(folder)

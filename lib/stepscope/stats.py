@@ -7,7 +7,7 @@ import pandas as pd
 
 # A step is not launch-bound if its GPU is busy for at least this share of the wall time.
 LAUNCH_BOUND = 0.95
-# Smaller gains are noise, because most optimized steps are power-limited, so their clock fluctuates.
+# Smaller gains are noise: most optimized steps are power-limited, so the clock fluctuates.
 MIN_GAIN = 0.03
 # Smaller gains of a launch-bound step are noise. Its wall time isn't reproducible: even the fastest of a hundred
 # steps varies between processes on an otherwise idle machine.
@@ -15,13 +15,13 @@ MIN_LAUNCH_BOUND_GAIN = 0.20
 # Once a process has warmed up, the wall times of its steps differ by less than this share. A step that differs by
 # more is still warming up, or is launch-bound.
 MAX_WARM_SPREAD = 0.01
-# GPU time and wall time come from different steps, whose clocks differ slightly, so ``busy`` can slightly exceed
-# 1. A value above these limits means that something disturbed the measurement, so reports omit the case.
+# GPU time and wall time come from different steps, whose SM clocks differ slightly, so ``busy`` can slightly
+# exceed 1. A value above these limits means that something disturbed the measurement, so reports omit the case.
 MAX_BUSY = 1.02
 MAX_BUSY_POWER_LIMITED = 1.03
 # A GPU whose SM clock is below this share of its maximum is power-limited.
 POWER_LIMITED_CLOCK_RATIO = 0.97
-# The name, in ``clock_reasons``, of NVML's reason for a clock that the power limit lowers.
+# The entry in ``clock_reasons`` that says that the power limit lowered the clock.
 POWER_CAP = "power cap"
 # A precision loses values if more than this share of them is inf, NaN or wrongly 0.
 MAX_LOST_SHARE = 1e-3
@@ -30,8 +30,8 @@ MAX_LOST_SHARE = 1e-3
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     """Return ``median``, ``mean``, ``std`` (sample standard deviation), quartiles ``q1`` and ``q3``, and ``min``.
 
-    All statistics are in the unit of the values. The ``std`` of a single value is NaN. If there are no values, all
-    statistics are NaN.
+    All statistics are in the unit of the values. If there is only one value, ``std`` is NaN. If there are no
+    values, all statistics are NaN.
     """
     samples = np.asarray(values, dtype=float)
     if not len(samples):
@@ -75,7 +75,7 @@ def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
 
 
 def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return the wall-time speedup of the step ``after`` over the step ``before``, or NaN if it is noise.
+    """Return the wall-time speedup of the step ``after`` over the step ``before``, or NaN if the change is noise.
 
     If either step is launch-bound, the minimum wall times are compared, because medians of launch-bound steps
     aren't reproducible, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are
@@ -96,7 +96,7 @@ def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> flo
 
 
 def spread_ms(rows: pd.DataFrame) -> pd.Series:
-    """Return the interquartile range of each row's wall times in ms, which a few slow steps hardly affect."""
+    """Return the interquartile range in ms of each row's wall times. A few slow steps hardly affect this range."""
     return rows["wall_q3_ms"] - rows["wall_q1_ms"]
 
 

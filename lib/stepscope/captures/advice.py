@@ -1,8 +1,8 @@
 """Rank possible optimizations by the time that each could save per step.
 
-Optimizing a kernel can save the time during which no other operation runs, closing an idle gap saves the length of
+Optimizing a kernel can save the time during which only that kernel runs, closing an idle gap saves the length of
 the gap, and hiding a copy or a collective saves its exposed time. These savings are upper bounds. Each piece of
-advice concerns a single place in the program, which it names.
+advice concerns a single place in the program, and names that place.
 """
 
 import math
@@ -22,14 +22,14 @@ from stepscope.traces.kernel_categories import MATMUL
 from stepscope.traces.kernel_names import short_names, words
 
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
-BETWEEN_MATMULS = (*FUSABLE, "random")  # kernel categories between attention's two matmuls
-MAX_OPS_TO_MATMUL = 8  # maximum number of operations from a softmax to the matmul before or after it
+BETWEEN_MATMULS = (*FUSABLE, "random")  # categories of the kernels between attention's two matmuls
+MAX_OPS_TO_MATMUL = 8  # maximum distance, in operations, between a softmax and the matmul before or after it
 LOSS = re.compile(r"nll|entropy|log ?soft ?max", re.IGNORECASE)
 MISALIGNED = re.compile(r"align[12](?![0-9])")
 HALF_PRECISION = re.compile(r"bf16|f16(?!8)|fp16|half|hgemm|tensorop|s16816|s1688", re.IGNORECASE)
 PLAIN_FP32 = re.compile(r"sgemm|simt_s|gemm_f32f32_f32f32_f32|gemmSN|ffma", re.IGNORECASE)
 TF32 = re.compile(r"tf32|s1688|tensorop", re.IGNORECASE)
-# Remedies for driver calls in idle gaps, by a pattern that matches the call's name.
+# Remedies for driver calls in idle gaps, keyed by a pattern that matches the call's name.
 CALL_REMEDIES = {
     "Malloc|Free|HostAlloc": " (the allocator grows: reuse sizes, or set"
     " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)",
@@ -39,7 +39,7 @@ CALL_REMEDIES = {
 MIN_ADVICE_SHARE = 0.01  # share of the step; smaller savings don't justify advice
 MAX_ADVICE = 3
 MAX_NAME_CHARS = 60
-MIN_KNOWN_LAUNCH_SHARE = 0.5  # share of the operations; below this share, causes of idle time are unknown
+MIN_KNOWN_LAUNCH_SHARE = 0.5  # share of operations with known launches; causes are unknown below it
 OPERATOR = re.compile(r"^[\w.]+::")  # such as "aten::item"
 
 
@@ -70,9 +70,9 @@ def rank_advice(gpu: Device, causes: pd.DataFrame) -> list[Advice]:
 
 
 def _advice_for_communication(gpu: Device) -> list[Advice]:
-    """Advise hiding transfers, and balancing the work of GPUs that wait for one another.
+    """Advise hiding transfers, and balancing the work among GPUs that wait for one another.
 
-    If the capture contains a start-up, give no such advice.
+    If the capture contains a start-up, the result is empty.
     """
     if gpu.startup_ms:
         return []
@@ -125,7 +125,7 @@ def capture_again(gpu: Device) -> str:
 def _advice_for_idle(causes: pd.DataFrame, startup_ms: float) -> list[Advice]:
     """Give advice for each cause of idle time at each place in the program.
 
-    If the capture contains a start-up, only advise starting the capture later.
+    If the capture contains a start-up, the only advice is to start the capture later.
     """
     if startup_ms:
         return [
@@ -201,7 +201,7 @@ TEXT_BY_CAUSE = {
 def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
     """Return a mask of the operations between the two matmuls of unfused attention.
 
-    These operations are attention's softmax, and the masking, scaling, casts and dropout around it. The softmax
+    These operations are attention's softmax, and the masking, scaling, casting and dropout around it. The softmax
     of a loss is excluded.
     """
     is_unfused = np.full(len(rows), False)
@@ -222,7 +222,7 @@ def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
 
 
 def _indices_until_matmul(family: np.ndarray, indices: np.ndarray) -> list[int] | None:
-    """Return the indices before the first matmul, or None if there is none or unrelated work precedes it."""
+    """Return the indices before the first matmul; None if there is no matmul, or unrelated work precedes it."""
     between: list[int] = []
     for index in indices:
         if family[index] == MATMUL:

@@ -1,8 +1,8 @@
 """Read a capture of any program, from nsys or torch.profiler, and assign its operations to steps and phases.
 
-The names of ranges determine the steps and phases. If no names denote the backward or forward phase, autograd's
+The names of ranges determine the steps and phases. If no name denotes the backward or forward phase, autograd's
 ranges mark the backward phase, and the operators that created autograd's nodes mark the forward phase. Operations
-launched before the capture, before its first step or in a warm-up are excluded, but counted.
+that were launched before the capture, before the capture's first step, or in a warm-up are excluded, but counted.
 """
 
 import fnmatch
@@ -60,9 +60,9 @@ from stepscope.traces.torch_trace import (
 )
 
 GRAPH_LAUNCH = re.compile(r"GraphLaunch")
-WHOLE_GRAPH = "CUDA graph"  # the category of graphs that were traced as a whole
+WHOLE_GRAPH = "CUDA graph"  # the category of CUDA graphs that were traced as a whole
 SEQUENCE_NUMBER = re.compile(r", seq = (\d+)")
-MAX_RANGE_DEPTH = 4  # levels of nested ranges that we consider
+MAX_RANGE_DEPTH = 4  # maximum number of levels of nested ranges that we consider
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
@@ -93,19 +93,20 @@ class Capture:
             inner_range (the innermost such range; ""), step (-1), bytes (of a copy, a fill or a generated
             kernel's arguments; -1), flops (-1) and dtype ("") of a matmul, and message_bytes (-1), group_size
             (1) and communicator ("") of a collective.
-        excluded: operations launched before the capture, before its first step or in a warm-up. The column warm_up
-            marks operations in a warm-up.
+        excluded: operations launched before the capture, before the capture's first step, or in a warm-up. The
+            column warm_up marks operations in a warm-up.
         ranges: the ranges of the steps on the host, with the columns process, step, name, start_ns and end_ns.
         host: long host events, with the columns kind (call, operator, range, frame), name, process, thread,
             start_ns and end_ns; empty if the capture contains none.
         autograd: whether autograd's ranges determine the backward phase.
-        gpus: the names of the GPUs, by id.
+        gpus: the names of the GPUs, keyed by id.
         rank: the process's rank and the number of ranks; None if unknown.
         base_ns: the zero point of the capture's times, in ns since 1970; 0 if unknown.
         shapes: whether the shapes of the operators' inputs were recorded.
-        untraced_graphs: the CUDA graph launches (process, start_ns) whose operations the capture omits.
-        unfinished: the number of host events without an end, which are dropped.
-        processes: the names that the capture gives the processes, by process number.
+        untraced_graphs: the launches (process, start_ns) of CUDA graphs whose operations are missing from the
+            capture.
+        unfinished: the number of host events that were dropped because they have no end.
+        processes: the names of the processes in the capture, keyed by process number.
     """
 
     path: str
@@ -126,7 +127,7 @@ class Capture:
 
     @property
     def steps(self) -> list[str]:
-        """The name of each step, in order, as in the first process that ran the step."""
+        """The name of each step, in order, taken from the first process that ran the step."""
         return self.ranges.drop_duplicates("step")["name"].tolist()
 
     @cached_property
@@ -138,11 +139,11 @@ class Capture:
         return len(self.excluded)
 
     def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
-        """Return a capture with only the operations that start in a time span, and the steps fully within it.
+        """Return the part of a capture within a time span: the operations that start in it, and complete steps.
 
         Args:
-            from_ms, to_ms: the time span, in ms after the start of the first operation. None stands for the
-                start or the end of the capture.
+            from_ms, to_ms: the start and the end of the time span, in ms after the start of the first operation.
+                None stands for the start or the end of the capture.
 
         Raises:
             TraceError: If no operation starts in the time span.
@@ -187,10 +188,10 @@ def load_capture(
         step: the name of the step ranges, without numbers; None to detect the name.
         phases: a dict that maps names of ranges, or patterns such as "*(F)", to phases. All other ranges get the
             phases that their own names denote.
-        on_cpu: whether to read the CPU's operators and gloo's collectives instead if a trace contains no GPU work.
+        on_cpu: whether to read the CPU's operators and gloo's collectives if a trace contains no GPU work.
 
     Raises:
-        TraceError: If the file has none of these formats, is truncated or contains no GPU work, or if no range
+        TraceError: If the file isn't in one of these formats, is truncated or contains no GPU work, or if no range
             matches the name of the step or of a phase.
     """
     capture = load_capture_or_sums(path, step, phases, on_cpu)
@@ -305,7 +306,7 @@ def _mark_whole_graphs(operations: pd.DataFrame) -> None:
 def _untraced_graphs(
     records: Records, key: np.ndarray, correlation: np.ndarray, start: np.ndarray
 ) -> pd.DataFrame:
-    """Return the CUDA graph launches (process, start_ns) whose operations the capture omits.
+    """Return the launches (process, start_ns) of CUDA graphs whose operations are missing from the capture.
 
     Args:
         key, correlation, start: the thread key, the correlation id and the start in ns of each graph launch.
@@ -338,8 +339,8 @@ def _capture_of_report(path: Path, table: pd.DataFrame) -> Capture:
 class Autograd:
     """Autograd's ranges in the backward pass, and the operators that created autograd's nodes.
 
-    Both tables have the columns of ``Records.ranges`` and ``sequence``, a number that an operator shares with the
-    backward range of the node that it created.
+    Both tables have the columns of ``Records.ranges``, and the column ``sequence``. If an operator created a node,
+    the operator has the same sequence number as the node's range in the backward pass.
     """
 
     backward: pd.DataFrame
@@ -402,7 +403,7 @@ def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
 def _with_operator_work(operations: pd.DataFrame, trace: Trace, external_ids: np.ndarray) -> pd.DataFrame:
     """Add the FLOPs and dtype of each operation's operator, and the bytes of a generated kernel's arguments.
 
-    Every kernel of an operator gets the operator's total.
+    If an operator runs several kernels, each of them gets the operator's total.
     """
     work_by_id = {key: _operator_work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external_ids, return_inverse=True)
@@ -446,8 +447,8 @@ def _attribute(
 ) -> Capture:
     """Assign each operation to the step, phase and ranges that were open in its process at its launch.
 
-    If ``uses_gpu_ranges`` is True, the ranges are on the GPU's timeline, and must be open at the operation's
-    start.
+    If ``uses_gpu_ranges`` is True, the ranges are on the GPU's timeline. In this case, they must be open when the
+    operation starts.
     """
     operations, process = records.operations, records.process
     join_launches(records)
@@ -517,9 +518,9 @@ def _nested_names(
 def _has_backward_node(
     autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> np.ndarray:
-    """Return a mask of the operations whose operator created a node that backward runs later in the same step."""
+    """Mark the operations whose operator created a node that the backward pass runs later in the same step."""
     operators, nodes = autograd.operators, autograd.backward
-    # an operator on a thread of the backward pass runs inside a node
+    # operators on the threads of the backward pass run inside nodes, so they don't count
     operators = operators[~operators["key"].isin(nodes["key"])]
 
     def with_step(rows: pd.DataFrame) -> pd.DataFrame:
@@ -539,10 +540,11 @@ def _has_backward_node(
 def _mark_forward(
     step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, has_node: np.ndarray
 ) -> np.ndarray:
-    """Mark the forward phase in a capture in which autograd's ranges determine the phases.
+    """Mark the forward phase in a capture whose phases are determined by autograd's ranges.
 
-    Forward includes everything that a step launches before its first backward operation. Later in the step, it
-    includes operations that create nodes for another backward pass, and everything between such operations.
+    The forward phase includes everything that a step launches before its first backward operation. Later in the
+    step, the forward phase includes operations that create nodes for another backward pass, and everything between
+    such operations.
     """
     order = np.lexsort((launch, step, process))
     rows = pd.DataFrame(
@@ -566,7 +568,7 @@ def _mark_forward(
 def _launched_too_early(
     start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd.DataFrame
 ) -> np.ndarray:
-    """Return a mask of the operations launched before the capture or before its first step.
+    """Return a mask of the operations that were launched before the capture or before the capture's first step.
 
     An operation was launched before the capture if the capture omits its launch, and the operation starts before
     all operations with known launches.
@@ -582,7 +584,7 @@ def _launched_too_early(
 
 
 def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
-    """Return the phase of each range: the one in ``phases``, or else the one that its name denotes, or else "".
+    """Return each range's phase: the phase in ``phases``, or else the phase that the name denotes, or else "".
 
     Raises:
         TraceError: If a name in ``phases`` matches no range.

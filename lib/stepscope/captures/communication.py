@@ -1,8 +1,8 @@
 """Split the time of exposed communication into the minimum transfer time and the time spent waiting.
 
-A collective kernel starts on each GPU when that GPU arrives, and ends once the last GPU has arrived and the data
-has been transferred. The message size and the data sheet's link bandwidth determine the minimum transfer time. The
-GPU spends the rest of an exposed collective's time on latency and on waiting for other GPUs.
+A collective kernel starts on each GPU when that GPU reaches the collective, and ends once the last GPU has reached
+it and the data has been transferred. The message size and the data sheet's link bandwidth determine the minimum
+transfer time. The GPU spends the rest of an exposed collective's time on latency and on waiting for other GPUs.
 """
 
 import re
@@ -14,7 +14,7 @@ import pandas as pd
 from stepscope.captures.step_breakdown import COMMUNICATION, Device
 from stepscope.traces.kernel_names import words
 
-# Matches the name of a kernel after it has been split into words.
+# Matches a kernel's name that has been split into words.
 COLLECTIVE = re.compile(
     r"reduce ?scatter|all ?gather|all ?reduce|all ?to ?all|send ?recv|broadcast|dispatch"
     r"|combine|barrier"
@@ -26,17 +26,17 @@ HYPHENATED = {
     "alltoall": "all-to-all",
     "sendrecv": "send-recv",
 }
-MIN_OPS_TO_COMPARE = 5  # with fewer operations of the same name, we don't compute a typical time
-WAITING_RATIO = 10  # an operation that takes more than this many times the median time of its name has waited
+MIN_OPS_TO_COMPARE = 5  # minimum number of operations with the same name for which the median time is typical
+WAITING_RATIO = 10  # an operation that takes more than this multiple of its name's median time has waited
 
 
 class Exposed(NamedTuple):
     """A step's exposed communication in ms, divided into transfer and waiting.
 
-    min_transfer_ms: the minimum transfer time of the exposed collectives; nan if the bandwidth or the message
-        size of one of them is unknown.
+    min_transfer_ms: the minimum transfer time of the exposed collectives; nan if the bandwidth is unknown, or the
+        message size of any of these collectives is unknown.
     is_measured: whether the entire transfer time was determined by comparing the kernels of several GPUs.
-    longest: the name of the operation that waits the longest; "" if none of them waits.
+    longest: the name of the operation that waits the longest; "" if no operation waits.
     """
 
     transfer_ms: float

@@ -16,8 +16,8 @@ EXPECTED = (
     "expected a .sqlite or .nsys-rep from nsys, a .json from torch.profiler, or a .csv from nsys stats (each may"
     " be gzipped)"
 )
-HEAD_BYTES = 8192  # number of bytes at the start of a file that we read to recognize its kind
-MAX_PREAMBLE = 2**26  # number of bytes in which we search for a report's headings
+HEAD_BYTES = 8192  # number of bytes to read from the start of a file to recognize its kind
+MAX_PREAMBLE = 2**26  # number of bytes at the start of a file to search for a report's headings
 # Reasons why files with these suffixes can't be read, and what to do instead.
 UNREADABLE_SUFFIXES = {
     ".qdrep": "a report from nsys before 2021.4; export it with the same version: nsys export --type sqlite",

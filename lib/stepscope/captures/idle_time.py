@@ -2,7 +2,7 @@
 
 A gap ends with an operation that some thread launched. The host causes the gap only until that launch
 returns. After that, the GPU itself waits for an event, another stream or another GPU ("device"). If the
-capture omits the launch, the cause is "unknown". Until the launch returned, the thread was late because it
+capture omits the launch, the cause is "unknown". The thread launched the operation late because the thread
 
 - did something else for most of a long gap: it was in a driver call ("call"), in a range, operator or Python
   frame that launched nothing ("host"), or in code that the capture does not name ("unnamed");
@@ -25,8 +25,8 @@ SYNCHRONIZES = re.compile(
     r"|cuMemcpy\w*(?<!Async)(?:_v2)?$"
 )
 MIN_LONG_GAP_NS = 200_000  # a host that is busy launching leaves shorter gaps
-MAX_START_LATENCY_NS = 10_000  # an idle GPU starts an operation at most this long after its launch
-MAX_EXPLAINED_GAPS = 2_000  # we explain only this many of the longest gaps; all others count as "launch"
+MAX_START_LATENCY_NS = 10_000  # maximum time from a launch until an idle GPU starts the operation
+MAX_EXPLAINED_GAPS = 2_000  # maximum number of gaps to explain, longest first; all others count as "launch"
 MAX_PARTS = 4  # maximum number of host events that together explain one gap
 # Frames and operators that don't show what the program itself does.
 LIBRARY = re.compile(
@@ -67,7 +67,8 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 def _host_events_near_median(gpu: Device) -> pd.DataFrame:
     """Return the host events near the median step, ordered by thread and start.
 
-    These are the events of the process between one step time before the median step and the end of this step.
+    The result contains the process's events that overlap the median step or the time before it, up to the length
+    of one step.
     """
     host, windows = gpu.capture.host, gpu.windows[gpu.median_indices]
     begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())
@@ -77,7 +78,7 @@ def _host_events_near_median(gpu: Device) -> pd.DataFrame:
 
 
 def _split_at_launch_return(gaps: pd.DataFrame) -> pd.DataFrame:
-    """Split each gap at the time when its launch returned.
+    """Split each gap at the time when the launch of the next operation returned.
 
     The host causes the part before that time, and the GPU causes the rest.
     """
@@ -101,10 +102,12 @@ def _assign_causes(
     Args:
         late: the gaps that end with a late launch.
         host: the host events, ordered by thread and start.
-        is_rest: whether the gaps are the remaining parts of longer gaps, which no earlier call can have caused.
+        is_rest: whether the gaps are the remaining parts of longer gaps. No earlier call can have caused such
+            parts.
 
     Returns:
-        The gaps, cut to the events that explain them, and the remaining parts, with the preliminary cause launch.
+        The gaps, cut to the events that explain them, and the remaining parts of the gaps. The preliminary cause
+        of a remaining part is launch.
     """
     rows = gpu.classified_ops
     following = late["next"].to_numpy()
@@ -146,7 +149,7 @@ def _assign_causes(
         elif length < MIN_LONG_GAP_NS:
             records.append(("launch", "", "", -1))
         elif kind == "call" and SYNCHRONIZES.search(name):
-            # the call waits for another stream or another GPU, because this GPU is idle
+            # this GPU is idle, so the call must be waiting for another stream or another GPU
             records.append(("sync", name, _location(gpu, host, event, parents), event))
         else:
             is_launching_operator = event >= 0 and kind == "operator" and not _is_generic(gpu, kind, name)
@@ -207,7 +210,7 @@ def _known_launches(gpu: Device) -> pd.DataFrame:
 
 
 def _are_without_launches(launches: pd.DataFrame, host: pd.DataFrame) -> np.ndarray:
-    """Return a mask of the host events during which the event's thread launches nothing."""
+    """Return a mask of the host events during which the thread of the event launches nothing."""
     is_without = np.full(len(host), True)
     for thread, rows in launches.groupby("thread"):
         event_indices = np.flatnonzero(host["thread"] == thread)
@@ -243,7 +246,7 @@ def _last_sync_calls(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -
 def _longest_events(
     host: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find, for each interval, the innermost event that is open at its midpoint and covers at least half of it.
+    """Find the innermost event that is open at an interval's midpoint and covers at least half of the interval.
 
     Returns:
         The index of each interval's event (-1 if there is none), and the parent of each host event.
@@ -293,7 +296,7 @@ def _short_frame(frame: str) -> str:
 
 
 def sum_by_cause(gaps: pd.DataFrame, steps: int) -> pd.DataFrame:
-    """Sum the times of gaps by cause, call and where, and sort the sums in descending order.
+    """Sum the times of gaps by the columns cause, call and where; sort the sums in descending order.
 
     Returns:
         A table with the columns cause, call, where ("" for the causes launch and unknown), ms (per step),

@@ -15,7 +15,7 @@ MAX_KERNELS = 5
 MAX_NAMED = 4  # maximum number of ranges or phases in one line
 MIN_SHARE_SHOWN = 0.0005  # share of all kernel time; smaller overlaps are omitted
 MAX_PHASE_SHARE = 0.9  # share of all kernel time; a range with a larger share isn't a phase
-MIN_RATED_BYTES = 1e8  # fewer bytes fit into caches, so their rate says nothing about memory
+MIN_RATED_BYTES = 1e8  # with fewer bytes, the data fits into caches, so the rate isn't limited by memory
 
 
 def phases_line(gpu: Device) -> Line:
@@ -96,8 +96,8 @@ def _duration_text(row: pd.Series) -> str:
 def leading_lines(gpu: Device) -> list[Line]:
     """Name the kernel that takes the most time in each phase or range, one phase or range per line.
 
-    Each line also gives the kernel's count and time, and any other phases or ranges in which it takes the most
-    time.
+    Each line also gives the kernel's count and time, and any other phases or ranges in which this kernel takes the
+    most time.
     """
     leading = gpu.leading_kernels
     if len(leading) < 2:

@@ -20,7 +20,7 @@ FORMATS = ("text", "json", "markdown")
 class Line:
     """One fact in a summary: a label, a text, and the numbers in the text.
 
-    The keys of ``values`` end with the unit of the number, if it has one.
+    Each key of ``values`` ends with the unit of its number, if the number has a unit.
     """
 
     label: str
@@ -51,15 +51,15 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
 def escape_all(text: str) -> str:
     """Escape a line's text for markdown, regardless of its length.
 
-    The text is never at the start of a markdown line, so a number with which it begins must not be escaped as if
-    it marked a list item.
+    The text is never at the start of a markdown line. Therefore, if the text begins with a number, this number
+    can't mark a list item and must not be escaped.
     """
     parts = textwrap.wrap(text, MAX_TEXT_CHARS - 2, break_on_hyphens=False)
     return " ".join(escape(f"x {part}")[2:] for part in parts)
 
 
 def clean(name: object, max_chars: int = MAX_NAME_CHARS) -> str:
-    """Make a name from a file safe to print: on one line, without unprintable characters, and shortened."""
+    """Clean a name for printing: remove line breaks and unprintable characters, and truncate a long name."""
     return one_line(name, max_chars)
 
 
@@ -70,7 +70,7 @@ def listed(times_ms: pd.Series, separator: str = ", ") -> str:
 
 
 def count_text(value: float) -> str:
-    """Format the number of events in a step, which is fractional if it was averaged over two steps."""
+    """Format the number of events in a step, which is fractional if averaged over two steps."""
     return digits(value, "n" if value == round(value) or value >= 100 else "")
 
 

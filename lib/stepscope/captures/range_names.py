@@ -1,4 +1,4 @@
-"""Recognize what ranges denote by their names: operators, library internals, phases, layers, warm-ups or steps."""
+"""Recognize what the names of ranges denote: operators, library internals, phases, layers, warm-ups or steps."""
 
 import re
 from collections.abc import Callable

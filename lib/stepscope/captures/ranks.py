@@ -2,9 +2,9 @@
 
 A collective's kernel starts on each rank when that rank arrives. It ends on all ranks at about the same time, once
 the last rank has arrived and the data has been transferred. Therefore, the rank with the shortest kernel arrived
-last. The duration of this kernel is the transfer time, and the other kernels spend the rest of their duration
-waiting for this rank. Because only durations are compared, the ranks need no common clock and may run on different
-hosts.
+last. The duration of the shortest kernel is the transfer time. The other kernels spend any additional time
+waiting for the last rank. Because only durations are compared, the ranks don't need a common clock and may run on
+different hosts.
 
 Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs omit communicators, so only
 the step, the kind and the order decide. If a communicator's ranks run different numbers of collectives of a kind
@@ -34,7 +34,7 @@ MIN_SHARE_SHOWN = 0.005  # share of the step; shorter waiting is omitted
 MIN_MS_SHOWN = 1e-6  # 1 ns; smaller parts are rounding errors of subtractions
 MAX_WAITS_SHOWN = 4
 MIN_CLOCK_OFFSET_MS = 0.1  # smaller differences between a collective's end times on two ranks are normal
-MAX_END_DIFFERENCE_MS = 1  # on aligned clocks; kernels that end further apart are in different collectives
+MAX_END_DIFFERENCE_MS = 1  # on aligned clocks; kernels that end further apart belong to different collectives
 PARTS = {"compute": "compute", "copies": "exposed copies", "idle": "idle"}  # parts of the step breakdown
 
 
@@ -43,8 +43,8 @@ class Comparison:
     """A comparison of a training step's ranks.
 
     steps: a row per rank with its mean times per step in ms: wall, compute, transfer, waiting, unmatched, copies
-        and idle. The parts add up to wall. Transfer, waiting and unmatched (communication that may be either) are
-        exposed: nothing else runs on the rank's GPU at the same time.
+        and idle. The parts add up to wall. Unmatched is communication that may be transfer or waiting. Transfer,
+        waiting and unmatched are exposed: nothing else runs on the rank's GPU at the same time.
     collectives: a row per rank and matched collective: :data:`KEY`, rank, position (in the rank's operations),
         is_kernel (False for gloo's collectives), start_ns and end_ns (on the rank's own clock), duration_ns,
         transfer_ns, waiting_ns, and last (the rank that arrived last).
@@ -115,7 +115,7 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
 
 
 def _end_difference_ns(rows: pd.DataFrame) -> pd.Series:
-    """Return the spread in ns of the times at which each kernel's collective ends on different ranks.
+    """Return, for each kernel, the spread in ns of the collective's end times on different ranks.
 
     The clocks of the ranks are aligned first.
     """
@@ -146,7 +146,7 @@ def _collectives_of_rank(rank: int, gpu: Device) -> pd.DataFrame:
 
 
 def _steps_of_rank(gpu: Device, waiting_ns: pd.Series) -> pd.DataFrame:
-    """Return a row per step with its wall time and the parts that add up to it, in ms.
+    """Return a row per step with the wall time and the parts that add up to the wall time, in ms.
 
     Args:
         waiting_ns: the waiting time of each matched collective, keyed by its position in the GPU's operations.
@@ -208,7 +208,7 @@ def profile_ranks(
 def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
     """Describe the ranks of a step: the times of each rank, which ranks wait for others, and whose clocks differ.
 
-    Also set each GPU's ``transfer_ns``, so that its communication can be divided into transfer and waiting.
+    Also set each GPU's ``transfer_ns``, so that the GPU's communication can be divided into transfer and waiting.
 
     Args:
         names: the names of the ranks, such as "rank 0" or "GPU 1".
@@ -241,7 +241,7 @@ def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
 
 
 def _overview_line(comparison: Comparison, gpus: Sequence[Device]) -> Line:
-    """Count the steps and collectives in common, and the kernels and collectives that couldn't be matched."""
+    """Count the common steps and collectives, and the kernels and collectives that couldn't be matched."""
     matched = comparison.collectives.drop_duplicates(KEY)
     per_step = len(matched) / comparison.step_count
     world_size = max(gpu.capture.rank[1] if gpu.capture.rank else 0 for gpu in gpus)
@@ -311,5 +311,5 @@ def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
 
 
 def _median(offsets: pd.Series | pd.DataFrame) -> Any:
-    """Return the low median, which, unlike a mean of two middle values, is always a measured offset."""
+    """Return the low median. Unlike the mean of the two middle values, it is always a measured offset."""
     return offsets.quantile(0.5, interpolation="lower")

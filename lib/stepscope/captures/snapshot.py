@@ -22,9 +22,9 @@ from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import open_capture
 
 MAX_BYTES = 2**29  # maximum size of the pickle
-MAX_OBJECT_BYTES = 40  # maximum bytes of objects per byte of the pickle
+MAX_OBJECT_BYTES = 40  # maximum size of the loaded objects, in bytes per byte of the pickle
 EXPECTED = "expected a memory snapshot written by torch.cuda.memory._dump_snapshot"
-MAX_HOLDERS = 6  # source lines that the summary lists
+MAX_HOLDERS = 6  # maximum number of source lines in the summary
 NEVER = np.iinfo(np.int64).max
 LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|^torch/|/lib/python3|^<frozen")
 PYTHON = re.compile(r"\.py$|^<|ipykernel")
@@ -41,7 +41,7 @@ class _DataOnly(pickle.Unpickler):
 
 
 def is_pickle(path: Path) -> bool:
-    """Return whether a file begins like a pickle of protocol 2 to 5."""
+    """Return whether a file begins like a pickle with protocol 2, 3, 4 or 5."""
     if not path.is_file():
         return False
     with open_capture(path) as stream:
@@ -69,10 +69,10 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path} needs far more memory than its size suggests; {EXPECTED}") from None
     except EOFError:
         raise TraceError(f"{path}: the file is truncated; {EXPECTED}") from None
-    except Exception as error:  # noqa: BLE001  an unpickler's exception depends on the damage
+    except Exception as error:  # noqa: BLE001  the type of the exception depends on how the pickle is damaged
         reason = f"{clean(error, 200)} ({type(error).__name__})"
         raise TraceError(f"{path} cannot be read as plain data: {reason}; {EXPECTED}") from None
-    if isinstance(snapshot, list):  # torch.cuda.memory_snapshot() returns the segments alone
+    if isinstance(snapshot, list):  # torch.cuda.memory_snapshot() returns only the segments
         snapshot = {"segments": snapshot, "device_traces": []}
     parts = [
         snapshot.get(key) if isinstance(snapshot, dict) else None for key in ("segments", "device_traces")
@@ -84,7 +84,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _limited_memory(extra_bytes: int) -> Iterator[None]:
-    """Limit how much more memory this process can map, because even a tiny pickle can request any amount."""
+    """Limit how much more memory this process can map, because a tiny pickle can request any amount of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -106,13 +106,13 @@ def allocations_of(path: Path, snapshot: dict[str, Any], device: int) -> pd.Data
     ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are indices of events in the
     device's history. ``allocated_at`` is -1 if the allocation is older than the history, and ``freed_at`` is
     NEVER if the memory is still allocated at the end. ``file``, ``line`` and ``function`` describe the
-    innermost Python frame outside installed packages, or the innermost frame if all are inside.
+    innermost Python frame outside installed packages, or the innermost frame if there is no such frame.
 
     Raises:
-        TraceError: If an entry's format differs from PyTorch's documentation.
+        TraceError: If an entry's format differs from the format that PyTorch documents.
     """
     events = _events(snapshot, device)
-    locations: dict[int, tuple[str, int, str]] = {}  # by the id of the list of frames, which events share
+    locations: dict[int, tuple[str, int, str]] = {}  # by the id of a frame list that events share
     rows: list[list[Any]] = []
     live: dict[int, int] = {}
 
@@ -145,7 +145,7 @@ def allocations_of(path: Path, snapshot: dict[str, Any], device: int) -> pd.Data
 
 @contextmanager
 def _checking_format(path: Path) -> Iterator[None]:
-    """Raise TraceError if an entry's format differs from PyTorch's documentation."""
+    """Raise TraceError if an entry's format differs from the format that PyTorch documents."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -160,7 +160,7 @@ def _events(snapshot: dict[str, Any], device: int) -> list[dict]:
 
 
 def _blocks(snapshot: dict[str, Any], device: int) -> Iterator[dict]:
-    """Yield the blocks of a device's segments, with their addresses, which PyTorch before 2.1 omits."""
+    """Yield the blocks of a device's segments, and add the block addresses that PyTorch before 2.1 omits."""
     for segment in snapshot["segments"]:
         if segment.get("device", 0) != device:
             continue

@@ -24,9 +24,9 @@ COMMUNICATION, GENERATED = "communication", "compiler-generated"
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # applies only to names of copies
 # an fp32 matmul that runs on tensor cores uses TF32
 TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)
-MIN_SHARE_RATED = 0.5  # minimum share of matmul time with known shapes; below it, we report no rate
+MIN_SHARE_RATED = 0.5  # minimum share of matmul time with known shapes; below it, no rate is reported
 OUTLIER_RATIO = 1.25  # a step this many times slower or faster than the median is an outlier
-STARTUP_BUSY_RATIO = 2  # after the start-up, the GPU is at least this many times as busy as during it
+STARTUP_BUSY_RATIO = 2  # how many times as busy the GPU must be after the start-up as during the start-up
 MIN_OPS_FOR_STARTUP = 100  # with fewer operations, we don't look for a start-up
 MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no step is typical
 
@@ -47,7 +47,7 @@ class Device:
 
     @cached_property
     def excluded(self) -> pd.DataFrame:
-        """This GPU's excluded operations: launched before the capture, before its first step or in a warm-up."""
+        """This GPU's excluded operations: launched before the capture, before the first step or in a warm-up."""
         rows = self.capture.excluded
         return rows[(rows["device"] == self.number) & (rows["process"] == self.process)]
 
@@ -73,7 +73,7 @@ class Device:
     def first_starts(self) -> pd.Series:
         """The start time in ns of each step's first operation on the main stream, ordered by time.
 
-        The result is empty if most steps run no operation on the main stream, because then no step is typical.
+        If most steps don't run any operation on the main stream, the result is empty, because no step is typical.
         """
         rows = self.all_operations
         rows = rows[(rows["step"] >= 0) & (rows["stream"] == self.stream)]
@@ -99,9 +99,10 @@ class Device:
     def windows(self) -> np.ndarray:
         """Each step's start and end in ns, as an array of shape (steps, 2).
 
-        A step starts with its first operation on the main stream; if the GPU is idle before that, the step
-        starts with its range on the host. It ends when the next step starts. The last step, and any step followed
-        by a step without operations, ends when both its operations and its host range have ended.
+        A step starts with its first operation on the main stream. If the GPU is idle before this operation, the
+        step starts earlier: when its range on the host has started and the GPU has finished all earlier work. A
+        step ends when the next step starts. The last step, and any step followed by a step without operations,
+        ends when both its operations and its host range have ended.
         """
         rows = self.all_operations
         ends = rows["start_ns"] + rows["duration_ns"]
@@ -156,9 +157,9 @@ class Device:
 
     @cached_property
     def ops_with_carryover(self) -> pd.DataFrame:
-        """The classified operations and the excluded operations, which may still run in the first step.
+        """The classified operations, and the excluded operations, because these may still run in the first step.
 
-        The column ``position`` contains an operation's row in ``classified_ops``, or -1 if it is excluded.
+        The column ``position`` contains an operation's row in ``classified_ops``, or -1 for excluded operations.
         """
         rows = pd.concat(
             [
@@ -187,7 +188,7 @@ class Device:
 
     @cached_property
     def breakdowns(self) -> pd.DataFrame:
-        """A row per step with its wall time and the parts that add up to it, in ms."""
+        """A row per step with the wall time and the parts that add up to the wall time, in ms."""
         records = []
         for (begin, end), rows in zip(self.windows, self.ops_per_step):
             compute_ns, any_ns = busy_ns(rows[rows["part"] == "compute"]), busy_ns(rows)
@@ -266,7 +267,7 @@ class Device:
         """Return, for each label, the time in ms per step that removing its operations would save.
 
         Args:
-            labels: the label of each operation in ``running_ops``; missing if the operation has none.
+            labels: the label of each operation in ``running_ops``; missing if the operation has no label.
         """
         saved_ms = {label: self.time_saved_without(labels == label) for label in labels.dropna().unique()}
         return pd.Series(saved_ms, dtype=float).sort_values(ascending=False)
@@ -304,9 +305,9 @@ class Device:
 
     @cached_property
     def untraced_graphs(self) -> int:
-        """The number of CUDA graphs launched within steps without any of their operations in the capture.
+        """The number of CUDA graphs that were launched within steps, but whose operations the capture omits.
 
-        The GPU may be running these graphs when it appears idle. If there are no steps, all launches count.
+        The GPU may be running these graphs when it appears idle. If there are no steps, all launched graphs count.
         """
         graphs = self.capture.untraced_graphs
         launch_ns = graphs.loc[graphs["process"] == self.process, "start_ns"]
@@ -352,7 +353,7 @@ class Device:
 
     @cached_property
     def matmuls(self) -> pd.DataFrame:
-        """The time in ms per step and the TFLOP/s of the matmuls with known shapes, by dtype, longest first.
+        """A row per dtype with the ms per step and the TFLOP/s of matmuls with known shapes, longest time first.
 
         The table is empty if too few matmuls have known shapes.
         """
@@ -372,7 +373,7 @@ class Device:
 
     @cached_property
     def generated(self) -> pd.DataFrame:
-        """Argument bytes and time in ns of compiler-generated kernels whose argument sizes are known, by name."""
+        """A row per compiler-generated kernel with known argument sizes: the argument bytes and the time in ns."""
         rows = self.operations
         rows = rows[(rows["kernel_category"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
         return rows.groupby("name", observed=True)[["bytes", "duration_ns"]].sum()

@@ -28,14 +28,14 @@ from stepscope.captures.range_names import (
 )
 from stepscope.traces.attribution import LATEST, NEVER, PROCESS, TraceError, matching, open_range, outermost
 
-MAX_CANDIDATES = 50  # we consider only the range names with the most time
+MAX_CANDIDATES = 50  # maximum number of range names to consider: those with the longest total times
 MAX_STEPS = 10_000
-MIN_STEP_SHARE = 0.5  # minimum share of all operations that a step's ranges enclose
-MIN_NAMED_STEP_SHARE = 0.2  # the same minimum for a name with a word such as "step"
-MIN_PHASE_SHARE = 0.9  # the same minimum for a phase whose ranges count as the steps
+MIN_STEP_SHARE = 0.5  # minimum share of all operations that the ranges of the steps enclose
+MIN_NAMED_STEP_SHARE = 0.2  # the same minimum for repeated ranges with a word such as "step" in their name
+MIN_PHASE_SHARE = 0.9  # the same minimum for the ranges of a phase that count as steps
 MIN_GRAPH_OPS = 50  # a CUDA graph with fewer operations may be a layer
-# Minimum share of all operations that are launched outside warm-ups. Below it, warm-ups are treated like all other
-# ranges, and can be the steps.
+# If less than this share of all operations is launched outside warm-ups, the ranges of warm-ups are treated like
+# all other ranges, and can be the steps.
 MIN_MEASURED_SHARE = 0.05
 
 
@@ -107,10 +107,12 @@ def _launch_share(rows: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -
 
 
 def _repeating_ranges(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return the ranges that share a repeating name and enclose the most operations.
+    """Return the ranges whose common name most likely denotes the steps.
 
-    Names that contain a word such as "step" take precedence. If the ranges of two names enclose the same number of
-    operations, the ranges with the longer total time win.
+    Names that contain a word such as "step" take precedence, followed by names that occur more than once. Among
+    these, the name whose ranges enclose the most operations is chosen. If two names enclose the same number of
+    operations, the name whose ranges have the longer total time is chosen. If no name is suitable, the result is
+    empty.
     """
     best, score = ranges[:0], (False, True, MIN_STEP_SHARE, 0)
     is_phase = ranges["phase"] != ""
@@ -163,7 +165,7 @@ def _graph_replays(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
     steps = pd.DataFrame(
         {"name": name, "start_ns": start, "end_ns": end, "key": main_replays["key"].to_numpy()}
     )
-    return steps.set_axis(range(-1 - len(steps), -1))  # negative, to differ from all row labels of ranges
+    return steps.set_axis(range(-1 - len(steps), -1))  # negative, unlike all row labels of ranges
 
 
 def no_such_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:

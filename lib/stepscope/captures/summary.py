@@ -88,7 +88,7 @@ def summarize(capture: Capture, device: int | None = None) -> list[Line]:
     gpus = [details.get((gpu.number, gpu.process), gpu) for gpu in devices(capture)]
     gaps = explain_gaps(busiest)
     causes = sum_by_cause(gaps, len(busiest.median_indices))
-    # before the lines about communication, because this comparison divides communication into transfer and waiting
+    # compared first, because the lines about communication use the division into transfer and waiting
     compared = _rank_lines(gpus)
     breakdowns = [_breakdown_line(gpu.name if len(gpus) > 1 else "step on GPU", gpu) for gpu in gpus]
     lines = [
@@ -133,7 +133,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
 
 
 def _rank_lines(gpus: Sequence[Device]) -> list[Line]:
-    """Compare a capture's GPUs if they have steps in common; omit each GPU's times, which other lines contain."""
+    """Compare a capture's GPUs if they have steps in common; omit times that other lines contain."""
     names = [gpu.name for gpu in gpus]
     with suppress(TraceError):
         return [line for line in rank_lines(gpus, names) if line.label not in names]
@@ -185,7 +185,7 @@ def _capture_line(gpu: Device, gpus: Sequence[Device]) -> Line:
 
 
 def _steps_text(gpu: Device) -> str:
-    """Describe the capture's steps, and how many of them contain no GPU work."""
+    """Describe the capture's steps, and count the steps without GPU work."""
     names, count = gpu.host_steps["name"].tolist(), len(gpu.host_steps)
     if not count:
         return "no steps found: the entire capture counts as one step"

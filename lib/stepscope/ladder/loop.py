@@ -3,7 +3,7 @@
 A case is a subject (:class:`stepscope.optimizations.transforms.TrainedSubject`) with some transforms. For each
 case, :class:`Loop`
 
-1. builds the subject, applies the transforms, compiles, and compares loss and gradients with those of fp32;
+1. builds the subject, applies the transforms, compiles, and compares the loss and gradients with fp32;
 2. times steps back to back, and measures power, energy and clock during these steps;
 3. profiles steps after everything has been timed, because launches stay slower once a profiler has run.
 
@@ -27,19 +27,19 @@ from stepscope import measure
 from stepscope.config import RunConfig
 from stepscope.ladder import numerics
 from stepscope.measure.timing import LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S, LONG_MS, MIN_STEPS
-from stepscope.optimizations.any_model import WARMUPS  # the warm-up steps of CUDA graphs and of baselines
+from stepscope.optimizations.any_model import WARMUPS  # used for CUDA graphs and baselines
 from stepscope.optimizations.transforms import Step, TrainedSubject, Transform, Unsupported, apply
 from stepscope.report.tables import number
 from stepscope.stats import location
 from stepscope.traces.attribution import TraceError
 
 SETTLING_S = 0.4  # time until the clock of a power-limited step has settled
-TIMED_S = 2.0  # duration of the timed steps
-PROFILED_S = 1.0  # duration of the profiled steps, if they are power-limited
-# Settling time after a pause, because the clock of a power-limited step then first rises and overshoots.
+TIMED_S = 2.0  # total duration of the timed steps
+PROFILED_S = 1.0  # total duration of the profiled steps if they are power-limited
+# Settling time after a pause. It is longer, because the clock of a power-limited step first rises and overshoots.
 SETTLING_AFTER_PAUSE_S = 1.0
 MAX_STEPS = 2000
-MAX_RECOMPILES = 256  # maximum number of times that one function may be compiled, for different shapes
+MAX_RECOMPILES = 256  # maximum number of shapes for which a function may be compiled
 
 Build = Callable[[int], TrainedSubject]  # builds a subject with the given batch size
 
@@ -64,7 +64,7 @@ class Case:
     subject: TrainedSubject | None = None  # has no weights until it is loaded
     program: Any = None  # the key of the subject's compiled code
     applied: tuple[str, ...] = ()  # names of the transforms that were applied
-    # Results of the first step, which show whether a transform changes anything.
+    # Numerical results of the first step. They show whether a transform changes anything.
     numbers: tuple[Any, ...] = ()
     precision: str = "fp32"
     moments: str = "fp32"
@@ -92,12 +92,12 @@ class Loop:
         self.device = config.device
         self.on_gpu = config.device == "cuda"
         self.cases: list[Case] = []
-        self.programs: dict[Any, TrainedSubject] = {}  # subjects whose compiled code other cases share
+        self.programs: dict[Any, TrainedSubject] = {}  # by program: subjects whose compiled code is shared
         self.compile_s: dict[Any, float] = {}  # compile time in seconds, by program
-        # The loss and gradients of the fp32 step, by batch size.
+        # The loss and gradients of the fp32 step, keyed by batch size.
         self.fp32_gradients: dict[int, tuple[float, numerics.Gradients]] = {}
         self.kernels: dict[tuple[str, int], pd.DataFrame] = {}
-        self.learning_rate: float | None = None  # the negligible rate with which steps are measured
+        self.learning_rate: float | None = None  # the negligible rate at which steps are measured
 
     def time(self, case: Case) -> None:
         self.visit(case, self.first_step, self.time_eager)
@@ -339,7 +339,7 @@ class Loop:
         elif is_limited:
             steps = max(4, steps_in(PROFILED_S, step_ms))
         with measure.StepProfiler(self.device) as profile:
-            if is_limited:  # the GPU was idle while the profiler started
+            if is_limited:  # the GPU was idle while the profiler started, so the clock must settle
                 settling_steps = steps_in(SETTLING_AFTER_PAUSE_S, step_ms)
                 measure.back_to_back(subject.step, self.device, settling_steps)
             for index in range(steps):
@@ -355,7 +355,7 @@ class Loop:
         kernels_before = self.kernels.get((before.name, before.batch_size))
         if kernels is None or kernels_before is None:  # one of the two cases wasn't profiled
             return False
-        if case.compiles and not self.on_gpu:  # a CPU's profile shows no compiled code
+        if case.compiles and not self.on_gpu:  # a CPU's profile doesn't show compiled code
             return False
         return case.numbers == before.numbers and counts(kernels) == counts(kernels_before)
 
@@ -369,17 +369,17 @@ class Loop:
 
 
 def counts(kernels: pd.DataFrame) -> dict[str, int]:
-    """Return the number of operations by name."""
+    """Return the number of operations with each name."""
     return kernels.set_index("name")["count"].to_dict()
 
 
 def is_launched(subject: TrainedSubject) -> bool:
-    """Return whether ``launch`` made the step, so that Python doesn't launch its kernels one by one."""
+    """Return whether ``launch`` made the step; if so, Python doesn't launch the step's kernels one by one."""
     return subject.step != subject.eager_step
 
 
 def steps_in(seconds: float, step_ms: float) -> int:
-    """Return the number of steps that take at least ``seconds``, but at most :data:`MAX_STEPS`."""
+    """Return how many steps together take at least ``seconds``, limited to :data:`MAX_STEPS`."""
     return min(MAX_STEPS, math.ceil(seconds * 1e3 / step_ms))
 
 

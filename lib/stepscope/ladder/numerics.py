@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stepscope.optimizations.transforms import TrainedSubject
 
-MAX_SAMPLED = 2**18  # maximum number of elements of a gradient that are compared
+MAX_SAMPLED = 2**18  # maximum number of elements to compare per gradient
 
 Gradients = Mapping[str, Tensor]
 
@@ -21,7 +21,7 @@ def sampled(gradient: Tensor) -> Tensor:
 
 
 def gradients_of(subject: TrainedSubject) -> Gradients:
-    """Return the sampled gradient of each parameter, by the parameter's name."""
+    """Return the sampled gradient of each parameter, keyed by the parameter's name."""
     gradients = {}
     for name, parameter in subject.parameters.items():
         if parameter.grad is not None:
@@ -66,10 +66,10 @@ def gradient_at(
     weights: Mapping[str, Tensor],
     text: Tensor,
 ) -> tuple[float, Gradients]:
-    """Set a subject's weights, run forward and backward, and return the loss and the sampled gradients.
+    """Set a subject's weights, run both passes, and return the loss and the sampled gradients.
 
     Args:
-        weights: the fp32 weights, by parameter name.
+        weights: the fp32 weights, keyed by parameter name.
         text: token ids, (B, T + 1); the targets are the next tokens.
     """
     with torch.no_grad():

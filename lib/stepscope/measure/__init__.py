@@ -28,7 +28,7 @@
     ceilings(device, precisions)            measured peak rates: matmul TFLOP/s by precision, and copy TB/s
     sheet_tflops, sheet_clock_mhz(precision, device)   the data sheet's peak rate and the SM clock it assumes
 
-Everything also works on a CPU, where results that need a GPU are empty, NaN, or replaced by the reason.
+Everything also works on a CPU, where results that need a GPU are empty, NaN, or replaced by an explanation.
 """
 
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling

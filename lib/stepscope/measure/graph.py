@@ -46,7 +46,7 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
         generator.graphsafe_set_state(state)
         raise
 
-    # The default argument keeps the step alive, because a graph doesn't keep the tensors alive that it reads.
+    # The default argument keeps the step alive, because a graph doesn't keep alive the tensors that it reads.
     def replay(_step: object = step) -> Any:
         graph.replay()
         return output
@@ -67,7 +67,7 @@ def replay(
     """Capture a step as a CUDA graph and time its replays.
 
     Args:
-        optimizer: the step's optimizer, or None. Afterwards, its state is empty and the weights have changed.
+        optimizer: the step's optimizer, or None. After the call, its state is empty and the weights have changed.
         scaler: the step's ``GradScaler``, or None.
         clear: a function that frees the gradients.
         replays: the minimum number of replays.
@@ -89,7 +89,7 @@ def replay(
             replayed_ms = wall_times_ms(samples).tolist()
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             failure = capture_failure(error)
-        if failure:  # after the handler, because inside it the error still holds the tensors of its frames
+        if failure:  # not in the handler, where the error still holds the tensors of its frames
             gc.collect()
     clear()
     release(device, after_error=bool(failure))
@@ -108,9 +108,9 @@ def not_capturable(device: str, optimizer: Any = None, scaler: Any = None) -> st
 
 
 def capture_failure(error: BaseException | None) -> str:
-    """Describe the original error of a failed capture.
+    """Describe the original error that made a capture fail.
 
-    When a capture fails, PyTorch raises another error, which doesn't name the cause.
+    After this error, PyTorch raises another error, which doesn't name the cause.
     """
     causes = []
     while error is not None:

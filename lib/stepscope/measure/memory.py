@@ -1,4 +1,4 @@
-"""Read the allocator's statistics, and find the tensors that autograd saves for backward."""
+"""Read the allocator's statistics, and find the tensors that autograd saves for the backward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ def peak_memory(device: str) -> dict[str, float]:
     """Return the peak memory in GiB since :func:`reset_peak_memory`.
 
     ``peak_gib`` is the memory allocated to tensors, and ``reserved_gib`` is the memory reserved from the driver.
-    The result is empty on a CPU, whose allocator keeps no statistics.
+    The result is empty on a CPU, whose allocator doesn't keep statistics.
     """
     if device != "cuda":
         return {}
@@ -61,9 +61,10 @@ def storage_bytes(*tensors: Any) -> int:
 
 
 def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, list[Tensor]]:
-    """Run ``call(*inputs)``; return its output, and the tensors that autograd saves for backward.
+    """Run ``call(*inputs)``; return its output, and the tensors that autograd saves for the backward pass.
 
-    The list contains one tensor per storage. It includes the inputs and the output if backward needs them.
+    The list contains one tensor per storage. It includes the inputs and the output if the backward pass
+    needs them.
     """
     saved: dict[int, Tensor] = {}
 
@@ -79,24 +80,24 @@ def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, lis
 def pass_memory(
     call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, held: int, device: str
 ) -> dict[str, float]:
-    """Run forward and backward once; return the memory that they use, in bytes.
+    """Run the forward and backward passes once; return the memory that they use, in bytes.
 
     Args:
         call: the forward pass, a function of ``inputs``.
-        inputs: the tensors whose gradients backward computes.
+        inputs: the tensors whose gradients the backward pass computes.
         gradient: the gradient of the output.
         held: the bytes in use before the call, for example for inputs and a mask. All results except ``saved``
             include them.
         device: "cuda" or "cpu".
 
     Returns:
-        saved: the bytes that forward creates and saves for backward, excluding the output.
-        in_use: the bytes in use between forward and backward, including the output.
-        forward, backward: the peak during forward, and the peak during both passes. Both are missing on a CPU,
-            whose allocator keeps no statistics.
+        saved: the bytes that the forward pass creates and saves for the backward pass, excluding the output.
+        in_use: the bytes in use between the two passes, including the output.
+        forward, backward: the peak during the forward pass, and the peak during both passes. Both are missing on
+            a CPU, whose allocator doesn't keep statistics.
 
         On a CPU, ``saved`` counts the storages that autograd saves, except those of the inputs, the output and
-        boolean masks. Masks are excluded because forward doesn't create them.
+        boolean masks. Masks are excluded because the forward pass doesn't create them.
     """
     for x in inputs:
         x.grad = None

@@ -62,16 +62,16 @@ def allocator_counts() -> AllocatorCounts:
 
 @dataclass
 class MemoryHistory:
-    """The recorded allocations of one step of a mode.
+    """The recorded allocations of one step in a mode.
 
-    before: the live bytes by kind when the recording started.
+    before: the live bytes when the recording started, keyed by kind.
     start: the allocator's statistics when the recording started.
     phases: each phase's name, and the allocator's statistics when the phase started and ended.
     regions: for each time that a region was opened or closed, the number of allocations so far, and the region's
         name (None if a region was closed).
-    gradients: the addresses of the gradients at the end of backward.
+    gradients: the addresses of the gradients at the end of the backward phase.
     snapshot: the snapshot of PyTorch's allocator, which contains the history.
-    reason: the error message of a step that ran out of memory, which has no history; otherwise "".
+    reason: the error message if the step ran out of memory, in which case there is no history; otherwise "".
     """
 
     mode: str
@@ -95,7 +95,7 @@ class MemoryHistory:
 class Recordings:
     """The result of :func:`record_memory`.
 
-    histories: one per case; empty on a CPU, whose allocator keeps no history.
+    histories: one per case; empty on a CPU, whose allocator doesn't keep a history.
     learning_rate: the optimizer's learning rate while steps were recorded; None if no step uses an optimizer.
     """
 
@@ -107,8 +107,8 @@ class Recorder:
     """Records the number of allocations so far whenever a phase or a range starts or ends.
 
     A step is called with the recorder as its ``phase``, and the model opens its ranges with the recorder instead
-    of the NVTX domain. Therefore, the recorder also covers the regions of backward. The allocator's history can't
-    show these regions, because it has no Python stacks for backward.
+    of the NVTX domain. Therefore, the recorder also covers the regions of the backward phase. The allocator's
+    history can't show these regions, because it doesn't contain Python stacks for the backward phase.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -153,7 +153,7 @@ def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def live_bytes(subject: Subject, mode: str) -> dict[str, int]:
-    """Return the bytes that a subject's tensors occupy between two steps of a mode, by kind."""
+    """Return the bytes that a subject's tensors occupy between two steps of a mode, keyed by kind."""
     tensors: dict[str, Iterable[torch.Tensor]] = {
         "weights": subject.model.parameters(),
         "optimizer state": _moments(subject) if mode == "step" else [],
@@ -197,7 +197,7 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
 
 
 def record_case(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
-    """Record one step of a case, or the reason why it ran out of memory; then free the case's memory."""
+    """Record one step of a case, or the reason why the step ran out of memory; then free the case's memory."""
     failed: dict[Any, tuple[str, str]] = {}
     with out_of_memory(failed, mode):
         history = record_step(subject, mode, step, config)

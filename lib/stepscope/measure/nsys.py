@@ -9,7 +9,7 @@ from stepscope.traces.nsys_tool import NsysError, find_nsys, missing_libraries, 
 # Files in the profiled process's folder: the function that runs a step in ranges, the outcome of each mode, and
 # torch.profiler's trace.
 RANGED, OUTCOME, TRACE = "ranged.py", "outcome.json", "capture.trace.json"
-REPLAY = "replay"  # the range in which forward is captured as a CUDA graph and replayed, outside of any step
+REPLAY = "replay"  # the range, outside all steps, in which the forward pass is replayed as a CUDA graph
 
 
 @dataclass
@@ -17,10 +17,10 @@ class ProfiledModes:
     """The profile of a configuration's modes.
 
     file: nsys's report or torch.profiler's trace; None if nothing was profiled.
-    modes: by mode, a dict with the status and its reason; unprofiled_ms and profiled_ms, the wall times of the
-        mode's steps; and enqueue_ms and clock (sm_clock_mhz and highest_clock_mhz), from the unprofiled steps.
+    modes: keyed by mode, a dict with the status and its reason; unprofiled_ms and profiled_ms, the wall times of
+        the mode's steps; and enqueue_ms and clock (sm_clock_mhz and highest_clock_mhz), from the unprofiled steps.
     step_modes: the mode of each step in the file, in order.
-    learning_rate: AdamW's learning rate during these steps; None if the weights did not fit into memory.
+    learning_rate: AdamW's learning rate during these steps; None if the weights didn't fit into memory.
     """
 
     file: Path | None
@@ -47,7 +47,7 @@ def read_profiled_modes(folder: Path, uses_nsys: bool, output: str) -> ProfiledM
 
     Args:
         uses_nsys: whether the profiler was nsys rather than torch.profiler.
-        output: the output of the process and the profiler; errors quote its end.
+        output: the output of the process and the profiler; error messages quote the end of this output.
 
     Raises:
         NsysError: If the process failed, or the profiler wrote no file.

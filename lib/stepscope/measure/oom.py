@@ -30,7 +30,7 @@ def error_text(error: BaseException) -> str:
 
 
 class out_of_memory:
-    """A context manager that handles running out of memory: it records the outcome, and suppresses the error.
+    """A context manager that handles out-of-memory errors: it records the outcome, and suppresses the error.
 
         status = {}
         with out_of_memory(status, "naive"):
@@ -105,7 +105,7 @@ def unsupported_reason(error: BaseException, messages: Sequence[warnings.Warning
     """Return the reason why an operation is unsupported, in PyTorch's words.
 
     If no attention kernel is available, PyTorch's warnings give the reason, but its error doesn't. We omit the
-    warnings about disabled backends, because they give no further reason.
+    warnings about disabled backends, because they don't add anything to the reason.
 
     Args:
         error: the error that the operation raised.
@@ -129,7 +129,7 @@ def asked_and_allocated(message: str) -> dict[str, Any]:
     Returns:
         requested_gib: the size of the failed allocation, in GiB.
         allocated_gib: the memory that this process had already allocated, in GiB.
-        reason: a phrase with both numbers; missing if the message doesn't state the request.
+        reason: a phrase with both numbers; missing if the message doesn't state the requested size.
 
         Numbers that the message doesn't contain are NaN.
     """

@@ -1,4 +1,4 @@
-"""Read the GPU's SM clock, the reasons for a lowered clock, energy and power through NVML.
+"""Read the GPU's SM clock, energy, power, and the reasons for a lowered clock through NVML.
 
 Nothing runs in parallel with timed steps: we read the GPU between steps, outside the timed intervals. The energy
 counter is updated about ten times a second. If the timed steps are too short for this counter, the same step is
@@ -25,7 +25,7 @@ POLL_S = 0.02
 # If the steps take at least this long in total, readings between them are enough to compute power, because the
 # counter's first and last updates are known to within a tenth of a second.
 MIN_COUNTED_S = 2.0
-SUSTAINED_S = 2.0  # if the timed steps are too short, more steps run for this long
+SUSTAINED_S = 2.0  # if the timed steps are too short for the counter, more steps run for this long
 
 # NVML's bits for the reasons that lower the clock. "Idle" is missing: the GPU is always idle when we read it,
 # because a step has just ended.
@@ -98,7 +98,7 @@ def mean_power_w(readings: Sequence[Reading]) -> float:
     """Return the mean power in W between the first and the last change of the energy counter.
 
     A reading of the counter is up to date only if it differs from the previous reading. The result is NaN if the
-    counter changed fewer than two times.
+    counter changed at most once.
     """
     time_s = np.array([reading.time_s for reading in readings])
     energy_j = np.array([reading.energy_j for reading in readings])
@@ -114,7 +114,7 @@ def mean_power_w(readings: Sequence[Reading]) -> float:
 class PowerMonitor:
     """A context manager in which a thread reads the GPU every :data:`POLL_S` seconds.
 
-    Don't use it around timed work. Afterwards, it has the attributes ``readings``, ``power_w`` (the mean),
+    Don't use it around timed work. On exit, it sets the attributes ``readings``, ``power_w`` (the mean),
     ``sm_clock_mhz`` (the median) and ``clock_reasons``. On a CPU, the numbers are NaN, and the reasons are None.
 
     Args:
@@ -206,7 +206,7 @@ def duration_s(readings: Sequence[Reading]) -> float:
 
 
 def median_clock(readings: Sequence[Reading]) -> float:
-    """Return the median SM clock in MHz of the readings that have a clock, or NaN if none has one."""
+    """Return the median SM clock in MHz of the readings that contain a clock, or NaN if no reading does."""
     clocks = [reading.sm_clock_mhz for reading in readings]
     known = [clock for clock in clocks if not isnan(clock)]
     return float(np.median(known)) if known else nan

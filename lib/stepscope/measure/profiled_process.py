@@ -2,14 +2,14 @@
 
 The command line is ``python -m stepscope.measure.profiled_process nsys|torch FOLDER CONFIGURATION``.
 
-The notebook writes ``ranged.py`` to the folder. This file's function ``ranged(step, annotation, synchronize)``
-runs one step with ranges around the step and its phases.
+The notebook writes ``ranged.py`` to the folder. The function ``ranged(step, annotation, synchronize)`` in
+``ranged.py`` runs one step with ranges around the step and its phases.
 
 The process runs the library's step in all three modes, first without the profiler, then with it. A single profile
 contains all modes, one after another, because a profiler takes seconds to finish a profile. In a mode's first
-profiled step, every region of forward and backward has a range, which takes host time. In the other steps, only
-phases have ranges. At the end, forward is replayed as a CUDA graph if possible, to show its kernels without the
-cost of their launches.
+profiled step, every region of the forward and backward phases has a range, and these ranges take host time. In the
+other steps, only phases have ranges. At the end, the forward pass is replayed as a CUDA graph if possible, to show
+its kernels without the cost of their launches.
 
 Nothing is timed once the profiler has started.
 """
@@ -41,10 +41,10 @@ from stepscope.model.training_step import Step, build_step, prepare, release
 
 # Warm up for this long after the first step, but at most for this many steps.
 WARMUP_MS, MAX_WARMUPS = 300, 10
-# The minimum number of unprofiled steps. Modes other than forward need fewer if ten steps would take longer than
-# this time.
+# The minimum number of unprofiled steps. Modes other than forward need fewer steps if this number of steps would
+# take longer than UNPROFILED_MS.
 UNPROFILED_STEPS, UNPROFILED_MS = 10, 1500
-# The number of profiled steps after the first profiled step. Only in that first step do regions have ranges.
+# The number of profiled steps after the first one. Regions have ranges only in the first profiled step.
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 LONG_MS = 500
 
@@ -80,7 +80,7 @@ class ProfiledMode:
     enqueue_ms: list[float] = field(default_factory=list)  # of the unprofiled steps
     profiled_ms: list[float] = field(default_factory=list)
     clock: dict[str, float] = field(default_factory=dict)  # of the unprofiled steps
-    reason: str = ""  # why the mode ended early: it ran out of memory
+    reason: str = ""  # the error message if the mode ran out of memory
 
     def time_unprofiled(self, min_steps: int, until_enough: bool) -> pd.DataFrame:
         """Time steps without ranges; return only the rows with the total of each step."""
@@ -174,7 +174,7 @@ def needs_warmup(warmup_ms: list[float]) -> bool:
 
 
 def profile(step: Step, ranged: Ranged, start_profiler: Callable[[], object]) -> dict[str, Any]:
-    """Time every mode without the profiler and then with it; finally, replay forward as a CUDA graph.
+    """Time every mode without the profiler and then with it; finally, replay the forward pass as a CUDA graph.
 
     Args:
         step: the step in mode "step", whose model the other modes share.
@@ -236,7 +236,7 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
             opened.enter_context(profiler)
 
         failed: dict[Hashable, tuple[str, str]] = {}
-        with out_of_memory(failed, "weights"):  # no variable holds the step, so that it is freed afterwards
+        with out_of_memory(failed, "weights"):  # the step isn't kept in a variable, so it is freed
             outcome = profile(build_step(config), ranged, start_profiler)
         if failed:
             _, reason = failed["weights"]

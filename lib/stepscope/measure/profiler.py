@@ -46,8 +46,8 @@ class StepProfiler:
                 synchronize()
         profile.operations, profile.reason
 
-    Read ``operations`` before the process profiles again, because PyTorch then loses the GPU's part of this
-    profile.
+    Read ``operations`` before the process profiles again, because the next profile makes PyTorch lose the GPU's
+    part of this profile.
     """
 
     def __init__(self, device: str):
@@ -56,7 +56,7 @@ class StepProfiler:
             self.activities.append(ProfilerActivity.CUDA)
         self.cases: list[Hashable] = []
         self.profiler: Any = None
-        self.reason = ""  # why there is no profile
+        self.reason = ""  # the reason why there is no profile
 
     def __enter__(self) -> Self:
         try:

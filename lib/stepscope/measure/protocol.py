@@ -14,10 +14,10 @@ The order matters, because launches stay slower once a profiler has run in a pro
 3. Profile every case.
 4. Replay forward and the full step as CUDA graphs.
 5. Check the readings. Cases with impossible readings are measured again, at most twice.
-6. Measure the device's ceilings (the rates of a large matmul and of a copy), the reference for utilization.
+6. Measure the device's ceilings (the rates of a large matmul and of a copy), to compute utilization.
 
-If a case runs out of memory, its row gives the reason, and the other cases continue. The learning rate is
-negligible throughout, so that all steps run on the same weights.
+If a case runs out of memory, its row gives the reason, and the other cases continue. The learning rate is always
+negligible, so that all steps run on the same weights.
 """
 
 import math
@@ -65,8 +65,9 @@ class Results:
     samples: every timed step. If the first case was measured again, its first measurement is kept.
     profiled: every operation of every profiled step, with start and end (columns case, number, ...).
     ceilings: the rates of a large matmul in each precision, in TFLOP/s, and of a copy, in TB/s, on this device.
-    readings: by case, a dict with memory, power, energy and clock, in GiB, W, J and MHz. On a GPU, it also has
-        ``state_gib``, the memory that was allocated before the case's first step, which no table contains.
+    readings: keyed by case, a dict with memory, power, energy and clock, in GiB, W, J and MHz. On a GPU, the dict
+        also contains ``state_gib``, the memory that was allocated before the case's first step. No table contains
+        this value.
     learning_rate: the optimizer's learning rate during the measurement; None if no step uses an optimizer.
     formula_mismatch: the reason why the FLOPs formula doesn't apply to the model, or "" if it does. If it doesn't,
         ``times`` contains neither the achieved FLOP/s nor the MFU.
@@ -96,7 +97,7 @@ class Results:
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables with at least one row, by name."""
+        """The tables that have at least one row, keyed by name."""
         tables = {"times": self.times, "operations": self.operations, "samples": self.samples}
         return {name: table for name, table in tables.items() if len(table)}
 
@@ -120,10 +121,11 @@ def steps(
         clock: a timing loop to use instead of :func:`stepscope.measure.time_steps`. Its arguments are the step,
             the number of warm-up steps, the number of timed steps, and a function to call after each step. It
             returns a table with the columns of ``time_steps``.
-        unsupported: the reasons why this device doesn't support certain cases, by case. Each such case gets a row.
-        by: the name of the column that contains the first part of each pair.
-        extras: whether to measure sustained power, replays and ceilings, too. Without them, the tables have no
-            rates.
+        unsupported: the reasons why this device doesn't support certain cases, keyed by case. Each of these cases
+            gets a row.
+        by: the name of the column that contains the first element of each pair.
+        extras: whether to measure sustained power, replays and ceilings, too. If False, the tables don't
+            contain rates.
 
     Raises:
         ConfigError: If the mode of a case is unknown.
@@ -150,7 +152,7 @@ def steps(
 
 
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
-    """Return the low precisions that this device supports, and, for each of the others, why it is unsupported.
+    """Return the supported low precisions, and the reason why each of the other low precisions is unsupported.
 
     On a CPU, only bf16 is considered, because CPUs don't support TF32, and fp16 is far slower than fp32 there.
     """
@@ -175,12 +177,12 @@ class Protocol:
     by: str = "precision"
     extras: bool = True
     status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # only for cases without times
-    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # out of memory only after timing
+    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # ran out of memory after timing
     samples: dict[Case, pd.DataFrame] = field(default_factory=dict)
     first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # only for the first case
     readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
     compile_s: dict[Case, float] = field(default_factory=dict)
-    completed: dict[Case, int] = field(default_factory=dict)  # number of profiled steps that ended
+    completed: dict[Case, int] = field(default_factory=dict)  # number of completed profiled steps
     profiled: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=PROFILED_COLUMNS))
     profiler_error: str = ""
     ceilings: dict[str, float] = field(default_factory=dict)
@@ -300,7 +302,7 @@ class Protocol:
         optimizer = self.subject.optimizer
         if mode_of(case) == "step" and optimizer is not None and not optimizer.state:
             step()  # creates AdamW's moments
-        if is_power_limited(self.readings[case]):  # only a sustained run brings back the power-limited clock
+        if is_power_limited(self.readings[case]):  # only sustained work lowers the clock again
             run_for(step, self.device, SETTLING_S, self.subject.reset)
         for number in range(PROFILED_STEPS_IF_LONG if self.is_long(case) else PROFILED_STEPS):
             self.subject.reset()
@@ -421,7 +423,7 @@ class Protocol:
         operations = operations_by_name(self.keys, self.profiled)
         samples = self.all_samples()
         has_pairs = any(isinstance(case, tuple) for case in self.cases)
-        if self.by != "precision" or not has_pairs:  # the configuration names the precision
+        if self.by != "precision" or not has_pairs:  # the configuration contains the precision
             times = times.drop(columns="precision")
             operations = operations.drop(columns="precision")
             samples = samples.drop(columns="precision")

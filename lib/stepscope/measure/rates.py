@@ -17,12 +17,13 @@ from stepscope.model.flops import phase_flops, step_flops
 from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
 from stepscope.traces.profiled_steps import fastest_step
 
-# So large that launches don't matter and no cache holds the data, but small enough to take a fraction of a second.
+# The matrices are so large that launches don't matter and the data doesn't fit into any cache, but small enough
+# that a matmul takes only a fraction of a second.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 20
 SHEET_RATES = {"fp16": "bf16"}  # data sheets give one rate for both
-# The columns that assume the FLOPs of our model.
+# The columns that are computed from the FLOPs of our model.
 FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]
 
 
@@ -62,7 +63,7 @@ def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, 
 def fastest_ms(device: str, work: Callable[[], object]) -> float:
     """Return the fastest of :data:`REPEATS` calls of ``work`` in ms, after :data:`WARMUPS` other calls.
 
-    The GPU's clock sometimes falls during a few calls, so their median can be a third below the peak rate.
+    The GPU's clock sometimes falls during a few calls, so the median rate can be a third below the peak rate.
     """
 
     def step(phase: Phases) -> None:
@@ -76,7 +77,7 @@ def fastest_ms(device: str, work: Callable[[], object]) -> float:
 
 
 def sheet_tflops(precision: str, device: str) -> float:
-    """Return the dense rate in TFLOP/s from the data sheet of this machine's device; NaN if it isn't listed."""
+    """Return the dense rate in TFLOP/s from the data sheet of this machine's device; NaN if no rate is listed."""
     sheet = data_sheet(torch.cuda.get_device_name()) if device == "cuda" else {}
     name = SHEET_RATES.get(precision, precision)
     return float(sheet.get(name, nan))
@@ -97,16 +98,16 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
 
     Args:
         times: one row per mode, precision and phase, with ``wall_ms``; total rows have ``sm_clock_mhz``.
-        tflops: by precision, the rate of a large matmul that :func:`ceilings` measured in this process.
+        tflops: keyed by precision, the rate of a large matmul that :func:`ceilings` measured in this process.
 
     Returns:
         The rows with these columns:
 
         tflops: achieved TFLOP/s; NaN for a phase without matmuls.
-        mfu: model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B): the achieved rate over the data
-            sheet's dense rate.
-        mfu_vs_measured_peak: the achieved rate over the rate of the large matmul.
-        mfu_clock_adjusted: the achieved rate over the data sheet's rate scaled to the mode's SM clock.
+        mfu: model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B): the achieved rate divided by the
+            data sheet's dense rate.
+        mfu_vs_measured_peak: the achieved rate divided by the rate of the large matmul.
+        mfu_clock_adjusted: the achieved rate divided by the data sheet's rate, scaled to the mode's SM clock.
         tokens_per_s: tokens per second; only in total rows.
     """
     device, wall_ms, precision = config.device, times["wall_ms"], times["precision"]
@@ -153,8 +154,8 @@ def kernel_launch_us(device: str) -> tuple[float, float] | None:
     We time ten steps that have little GPU work (size ``small``, batch size 1 and context length 16).
 
     Returns:
-        The lowest and the highest of the steps' averages, in µs. None on a CPU, which launches no kernels; NaN if
-        the profiler recorded nothing, because the number of launches is then unknown.
+        The lowest and the highest of the steps' averages, in µs. None on a CPU, which doesn't launch kernels; NaN
+        if the profiler recorded nothing, because the number of launches is then unknown.
     """
     if device != "cuda":
         return None

@@ -16,12 +16,12 @@ from stepscope.config import TOTAL
 from stepscope.measure.power import highest_clock_mhz, power_limit_w
 from stepscope.stats import MAX_BUSY, MAX_BUSY_POWER_LIMITED, POWER_LIMITED_CLOCK_RATIO
 
-TRIES = 3  # per case, including the first
+TRIES = 3  # maximum number of tries per case, including the first
 MIN_DIFFERENCE_MS = 0.05  # smaller differences can come from the clocks' resolution
-MAX_REPLAY_RATIO = 1.05  # wall time of a replayed CUDA graph over the GPU time of its operations
-MAX_GAP_MS = 2e-3  # between two operations of a replayed CUDA graph
-MAX_SPREAD = 1.03  # slowest over fastest profiled step
-MAX_PHASE_RATIO = 1.10  # a phase's GPU time in another mode over its GPU time in the full step
+MAX_REPLAY_RATIO = 1.05  # maximum ratio of a replayed CUDA graph's wall time to its operations' GPU time
+MAX_GAP_MS = 2e-3  # maximum time between two operations of a replayed CUDA graph
+MAX_SPREAD = 1.03  # maximum ratio of the slowest to the fastest profiled step
+MAX_PHASE_RATIO = 1.10  # maximum ratio of a phase's GPU time in another mode to its time in the full step
 MAX_POWER_RATIO = 1.02  # maximum ratio of power draw to the power limit
 MIN_STEPS_TO_HALVE = 4
 
@@ -103,7 +103,7 @@ def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
 def phases_that_disagree(times: pd.DataFrame) -> dict[int, str]:
     """Compare each phase's GPU time in the other modes with its GPU time in the full step.
 
-    In the mode "forward", the phase may take less time, because it saves nothing for backward.
+    In the mode "forward", the phase may take less time, because nothing is saved for the backward pass.
 
     Args:
         times: rows of one precision, with ``mode``, ``phase`` and ``gpu_ms``.

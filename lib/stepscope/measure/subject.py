@@ -36,9 +36,9 @@ class Subject:
             self.optimizer.state.clear()
 
 
-# So small that no fp32 weight of at least 1e-13 changes. The rate is not 0, because PyTorch's fused AdamW divides
-# the rate times the first moment, and a GPU divides 0 on a slow path. With a rate of 0, the kernel takes 8% longer
-# than in training (H200, PyTorch 2.11); with this rate, it takes the same time.
+# This rate is so small that no fp32 weight of at least 1e-13 changes. It is not 0, because PyTorch's fused AdamW
+# divides the product of the rate and the first moment, and a GPU takes a slow path to divide 0. With a rate of 0,
+# the kernel takes 8% longer than in training (H200, PyTorch 2.11); with this rate, it takes the same time.
 NEGLIGIBLE_RATE = 1e-20
 
 
@@ -46,10 +46,10 @@ NEGLIGIBLE_RATE = 1e-20
 def negligible_learning_rate(optimizer: Any) -> Iterator[None]:
     """Set the learning rate to :data:`NEGLIGIBLE_RATE` while steps are measured, and restore it afterwards.
 
-    The optimizer does all of its work, but no weight changes. With the real rate, a model that trains on the same
-    batch many times becomes slower, because its attention becomes sharp, so that naive softmax divides denormal
-    numbers. A learning rate that is a tensor is updated in place, because a kernel or a CUDA graph reads this
-    tensor.
+    The optimizer does all of its work, but the weights don't change. With the real rate, a model that trains on
+    the same batch many times becomes slower: the model's attention becomes sharp, so naive softmax divides
+    denormal numbers. If the learning rate is a tensor, the tensor is updated in place, because a kernel or a CUDA
+    graph reads it.
 
     Args:
         optimizer: the optimizer of the steps, or None if no step uses one.

@@ -65,12 +65,12 @@ def step_times(
 
     Args:
         cases: the ``mode`` and ``precision`` of each case, in order. Other keys become additional columns.
-        samples: by case, the rows of :func:`stepscope.measure.timing.time_steps`.
+        samples: keyed by case, the rows of :func:`stepscope.measure.timing.time_steps`.
         operations: the operations of :class:`stepscope.measure.profiler.StepProfiler`.
-        readings: by case, values for the total row, such as peak_gib, power_w and replayed_ms.
-        status: by case, a status and a reason. For example, a case that ran out of memory has ("oom", reason), as
-            recorded by :class:`stepscope.measure.oom.out_of_memory`, and a case that was timed but could not be
-            profiled has ("ok", reason). A case that isn't listed is ok.
+        readings: keyed by case, values for the total row, such as peak_gib, power_w and replayed_ms.
+        status: keyed by case, a status and a reason. For example, a case that ran out of memory has
+            ("oom", reason), as recorded by :class:`stepscope.measure.oom.out_of_memory`. A case that was timed but
+            could not be profiled has ("ok", reason). A case that isn't listed is ok.
         reason: the reason why nothing was profiled; empty if something was profiled.
         device: "cuda" or "cpu". On a GPU, ``inconsistent`` describes readings that are impossible or not
             reproducible (:mod:`stepscope.measure.sanity_checks`).
@@ -161,7 +161,7 @@ def _phase_rows(mode: str, samples: pd.DataFrame, profiled: pd.DataFrame) -> lis
 def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.DataFrame) -> pd.DataFrame:
     """Return the counts and GPU times of operations by case, phase and name.
 
-    They come from each case's fastest profiled step. The columns are :data:`OPERATION_COLUMNS`.
+    The operations are those of each case's fastest profiled step. The columns are :data:`OPERATION_COLUMNS`.
     """
     columns = [*key_columns(cases), *OPERATION_COLUMNS[len(KEYS) :]]
     tables = []

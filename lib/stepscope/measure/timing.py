@@ -3,9 +3,9 @@
 * Wall time is the host's time (``timeit.default_timer``) from the start of a step until the device has finished
   the step. The device must be idle at the start, too: a GPU works asynchronously, so the host would otherwise also
   time earlier work.
-* The time of a phase is measured with CUDA events, at the start of the step and at the end of each phase. The
-  events are read only after the step, so that no phase waits for another. A CPU works synchronously, so the host
-  times its phases.
+* The time of a phase is measured with CUDA events, which are recorded at the start of the step and at the end of
+  each phase. The events are read only after the step, so that no phase waits for another. A CPU works
+  synchronously, so the host times the phases.
 * Enqueue time is the time that the host takes to launch a phase's work.
 """
 
@@ -29,7 +29,7 @@ STEPS, STEPS_S = 30, 2.0
 LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S = 100, 3.0
 MIN_STEPS = 10
 LONG_MS = 1000.0
-LAUNCH_BOUND_ENQUEUE = 0.8  # enqueue time over wall time
+LAUNCH_BOUND_ENQUEUE = 0.8  # minimum ratio of enqueue time to wall time
 SAMPLE_COLUMNS = ["step", "warmup", "phase", "wall_ms", "enqueue_ms"]
 
 
@@ -60,7 +60,7 @@ class Phases:
         self.events: list[torch.cuda.Event] = []
         if self.has_events:
             self.events = [timing_event() for _ in range(expected + 1)]
-        self.host_s: list[float] = []  # the start, and the end of each phase
+        self.host_s: list[float] = []  # the time of the start, and the time at the end of each phase
 
     def start(self) -> None:
         """Start timing now. If this method isn't called, timing starts with the first phase."""
@@ -106,13 +106,13 @@ def timing_event() -> torch.cuda.Event:
 def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, float, float]]:
     """Run one step on an idle device; return (phase, ms, enqueue ms) for each phase and then for the total.
 
-    The time of the total is the wall time.
+    The time of the total row is the wall time.
     """
     synchronize = synchronizer(phases.device)
     synchronize()  # finish earlier work
     phases.start()
     started = phases.host_s[0]
-    step(phases)  # only launches the work on a GPU
+    step(phases)  # on a GPU, this only launches the work
     synchronize()
     wall_ms = (default_timer() - started) * 1e3
     parts = phases.ms()
@@ -130,10 +130,9 @@ def looks_launch_bound(enqueue_ms: float, wall_ms: float) -> bool:
 
 
 def has_enough_samples(rows: Sequence[tuple], min_steps: int, device: str) -> bool:
-    """Return whether there are enough timed steps for a reliable median, or a reliable minimum if launch-bound.
+    """Return whether there are enough timed steps for a reliable median (or minimum, if they are launch-bound).
 
-    The number of steps that are enough on a GPU is defined by this module's constants. On a CPU, ``min_steps`` are
-    enough.
+    On a GPU, this module's constants define how many steps are enough. On a CPU, ``min_steps`` steps are enough.
 
     Args:
         rows: the steps so far, as tuples with the columns :data:`SAMPLE_COLUMNS`.
@@ -208,7 +207,7 @@ def time_steps(
 
 
 def wall_times_ms(samples: pd.DataFrame) -> pd.Series:
-    """Return the wall time in ms of each timed step (without warm-up steps) in a table of :func:`time_steps`."""
+    """Return the wall time in ms of each timed step (without warm-up steps) in a table from :func:`time_steps`."""
     is_total = samples["phase"] == TOTAL
     is_warmup = samples["warmup"].astype(bool)
     return samples.loc[is_total & ~is_warmup, "wall_ms"]

@@ -15,8 +15,8 @@ from typing import Any
 
 import stepscope
 
-# Sources that can change a measured number: the packages that measure, and their dependencies. Sweeps and reports
-# can't change a number, except for the script that the writeup quotes, because the ladder measures that script.
+# Sources that can change a measured number: the modules that measure, and their dependencies. Sweeps and reports
+# can't change a number. The script that the writeup quotes can, because the ladder measures that script.
 MEASURING = (
     "config.py",
     "stats.py",
@@ -43,7 +43,7 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         return {"device_name": cpu["cpu"]} | cpu
-    import torch  # imported lazily, here and below, because the command line starts faster without it
+    import torch  # imported lazily, here and below, because the command line starts faster without torch
 
     gpu = torch.cuda.get_device_properties(0)
     return {
@@ -102,7 +102,7 @@ def _driver() -> str | None:
 def foreign_gpu_use() -> str:
     """Describe how other processes use this process's first GPU, or return "" if none of them uses it.
 
-    NVML reports a GPU's memory and utilization even if it hides the processes, as in a container. The result is
+    NVML reports a GPU's memory and utilization even if the processes are hidden, as in a container. The result is
     also "" if this process has already used the GPU (for example, when a notebook is run again), because we can't
     tell its own use from that of other processes.
     """

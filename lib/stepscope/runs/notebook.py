@@ -45,8 +45,8 @@ class Run:
     Args:
         config: the configuration to run.
         run_folder: the folder for the outcome, if a sweep executes the notebook.
-        runs: the runs folder in which to save the run, if a user runs the notebook. If it is empty, nothing is
-            saved.
+        runs: the runs folder in which to save the run, if a user runs the notebook. If ``runs`` is empty, nothing
+            is saved.
 
     Raises:
         ConfigError: If this machine can't run the configuration, or ``runs`` contains runs from another device.
@@ -57,14 +57,14 @@ class Run:
     def __init__(self, config: RunConfig, run_folder: str | Path = "", runs: str | Path = ""):
         require_device(config)
         pd.options.display.max_colwidth = 200  # so that notebooks show reasons in full
-        # By default, torch's profiler logs each start and stop to stderr, which a notebook shows.
+        # By default, torch's profiler logs each start and stop to stderr, and a notebook shows this output.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.config = config
         self.folder = Path(run_folder) if run_folder else None
         self.store = Store(runs_folder(runs)) if runs and not run_folder else None
         self.began, self.started_at = time.monotonic(), datetime.now(UTC)
         self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software()}
-        if not self.folder:  # a user who runs the notebook may also keep the machine busy
+        if not self.folder:  # a user may run the notebook while the machine is busy
             self.outcome["machine"]["load"] = round(os.getloadavg()[0], 2)
         shared = foreign_gpu_use() if config.device == "cuda" else ""
         if shared:
@@ -95,8 +95,8 @@ class Run:
         Call this method right after measuring, so that an error in a later cell doesn't lose data.
 
         Args:
-            tables: tables by name; each is written as ``<name>.parquet``.
-            results: numbers, strings and booleans by name.
+            tables: tables, keyed by name. Each table is written as ``<name>.parquet``.
+            results: numbers, strings and booleans, keyed by name.
             files: files from other programs, which are saved with the record under their current names.
 
         Raises:
@@ -118,7 +118,7 @@ class Run:
             display(Markdown(f"Saved in `{place}`."))
 
     def conclude(self, sentence: str) -> None:
-        """Show the run's finding, and save it as the record's ``finding``, which a sweep prints."""
+        """Show the run's finding, and save it as the record's ``finding``. A sweep prints findings."""
         display(Markdown(sentence))
         self.outcome.setdefault("results", {})["finding"] = sentence
         if self.folder:
@@ -127,7 +127,7 @@ class Run:
             self.store.rewrite_record(self._record())
 
     def _record(self) -> Record:
-        """Return the record so far of a run by a user.
+        """Return the current record of a run that a user started.
 
         The status is ok, because no other process monitors the run.
         """
@@ -164,7 +164,7 @@ def _threads(config: RunConfig) -> list[str]:
     """Use only one thread for the smallest models on a CPU, in this process and its subprocesses.
 
     Returns:
-        A note for the reader, in a list; an empty list if the number of threads hasn't changed.
+        A list with a note for the reader, or an empty list if the number of threads hasn't changed.
     """
     if config.device != "cpu" or any(
         not 0 < getattr(config, field) <= limit for field, limit in ONE_THREAD.items()

@@ -33,7 +33,7 @@ RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
 # A run appends its machine, its saved tables, its finding and its status to this file, one JSON object per line.
 # The file is deleted once its content is in the record.
 OUTCOME = "outcome.jsonl"
-LOG = "kernel.log"  # output of a failed run's processes, which includes crashes in native code
+LOG = "kernel.log"  # output of a failed run's processes, including error messages of native code
 MAX_RECORD_BYTES = 2**24
 
 
@@ -64,7 +64,7 @@ Result = Annotated[Whole | float | str | bool | None, AfterValidator(_none_if_no
 
 
 class Table(BaseModel):
-    """A Parquet file with a table of the run, or a file of another program, for which ``rows`` is None."""
+    """A Parquet file with a table of the run, or another program's file. In the latter case, ``rows`` is None."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -96,7 +96,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_version: Literal[3, 4] = 4  # stepscope.runs.schema3 converts 3 to the current names
+    schema_version: Literal[3, 4] = 4  # stepscope.runs.schema3 converts the names of schema 3
     run_id: PlainName
     study: PlainName
     status: Status
@@ -131,7 +131,7 @@ class Record(BaseModel):
     def matches_notebook(self, source: str) -> bool:
         """Return whether the notebook with this digest measured the run.
 
-        The result is also True if the record contains no digest.
+        The result is also True if the record doesn't contain a digest.
         """
         return self.notebook_source in (None, source)
 
@@ -146,7 +146,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """Return a warning for each notebook if more than one version of it measured the records' runs."""
+    """Return a warning for each notebook of which more than one version measured the records' runs."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:
@@ -162,7 +162,7 @@ def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
 
 
 def plain(result: Any) -> Any:
-    """Convert numpy and torch scalars in a value to Python numbers, so that JSON can represent it."""
+    """Convert numpy and torch scalars in a value to Python numbers, so that JSON can represent the value."""
     return json.loads(json.dumps(result, default=lambda scalar: scalar.item()))
 
 

@@ -32,16 +32,16 @@ from stepscope.config import Dimensions, RunConfig, format_errors
 from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, append_outcome, read_outcome
 from stepscope.runs.source import code_cells, notebook_source
 
-# Environment variables: MARK contains the run's folder and marks its processes; CORES lists the run's CPU cores;
-# NOTEBOOKS is a folder that replaces the package's notebooks; IMAGES is "no" if executed notebooks are saved
-# without images.
+# Environment variables: MARK contains the run's folder and marks the run's processes; CORES lists the run's CPU
+# cores; NOTEBOOKS is a folder that replaces the package's notebooks; IMAGES is "no" if executed notebooks are
+# saved without images.
 MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
 IMAGES = "STEPSCOPE_IMAGES"
 PATIENCE_S = 600  # generous, because a kernel may answer slowly on a busy machine
 TEMPORARY = "tmp"  # a subfolder of the run's folder; the subfolder is deleted when the run ends
 PRINTED = f"{TEMPORARY}/printed.txt"  # what the notebook has printed so far
 # Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set
-# of the processor, which takes 5 to 15 s in each process that compiles for a CPU.
+# of the processor. This takes 5 to 15 s in each process that compiles for a CPU.
 ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
 # Dask's nanny sets these variables for its workers, so runs must not inherit them.
 DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
@@ -50,8 +50,8 @@ DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_T
 def notebook_of(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the notebook that a run executes.
 
-    An environment variable can name a folder that replaces the package's folder ``notebooks``. (The latter is a
-    link in a checkout, and a real folder in a wheel.)
+    An environment variable can name a folder that replaces the package's folder ``notebooks``. In a checkout, the
+    package's folder is a link. In a wheel, it is a real folder.
     """
     return Path(environment.get(NOTEBOOKS) or PACKAGE / "notebooks") / f"{config.notebook}.ipynb"
 
@@ -144,7 +144,7 @@ def make_run(
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
-    """Return the run's papermill parameters. If the size has a name, they omit the dimensions."""
+    """Return the run's papermill parameters. If the size has a name, the parameters omit the dimensions."""
     parameters = json.loads(config.model_dump_json(include=set(config.tunable_fields())))
     if parameters.get("size", "custom") != "custom":
         for field in Dimensions._fields:
@@ -156,7 +156,7 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
     """Wait for the run's process to end.
 
     Returns:
-        None if the process has ended, or the reason for killing it if it has exceeded the time limit.
+        None if the process ended by itself. If it exceeded the time limit, the reason for killing the process.
 
     Raises:
         Abandoned: If ``abandoned`` returns True.
@@ -179,7 +179,7 @@ def _tidy(folder: Path, status: str, keep_images: bool) -> None:
     failed).
     """
     (folder / OUTCOME).unlink(missing_ok=True)
-    # rm also removes folders that their owner may not write to
+    # rm also removes empty folders that their owner may not read
     subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)
     if (notebook := folder / NOTEBOOK).is_file():
         content = json.loads(notebook.read_text(encoding="utf-8"))
@@ -202,7 +202,8 @@ def _tidy(folder: Path, status: str, keep_images: bool) -> None:
 def _cleaned(value: Any, folder: Path) -> Any:
     """Replace this machine's paths and host name in all strings in a JSON value, recursively.
 
-    Cell types, output types and images remain unchanged. (By chance, an image's base64 text may contain a path.)
+    Cell types, output types and images remain unchanged. Images are skipped because their base64 text may contain
+    a path by chance.
     """
     if isinstance(value, dict):
         unchanged = ("cell_type", "output_type", "image/png")
@@ -241,8 +242,8 @@ def without_machine(text: str, folder: Path) -> str:
 def kill_run_processes(folder: Path) -> None:
     """Kill all processes of the run in this folder, or of the runs in its subfolders, except this process.
 
-    Processes are found even if their session or parent has changed. The search repeats until it finds no process
-    twice in a row, because a process that is just calling exec has no visible environment.
+    Processes are found even if their session or parent has changed. The search repeats until two consecutive
+    searches find no process, because a process that is just calling exec has no visible environment.
     """
     rounds = 2
     for _ in range(500):
@@ -286,7 +287,8 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
 
     If only a ``show`` cell fails, the status is still ok, and the cause describes the error.
     """
-    # If JupyterLab has installed this module, jsonschema imports it to check URLs, which takes a second per run.
+    # If JupyterLab has installed this module, jsonschema imports it to check URLs. This import takes a second per
+    # run.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import papermill
     from jupyter_client.manager import AsyncKernelManager

@@ -12,7 +12,7 @@ import pandas as pd
 
 from stepscope.config import RunConfig, digest_of
 
-# The fields of each study's configuration, which are also the parameters of its notebook.
+# Renamed fields of each study's configuration. The fields are also the parameters of the study's notebook.
 CONFIG_FIELDS = {
     "attention": {
         "sequences": "context_lengths",
@@ -33,7 +33,7 @@ BASELINES = {
     "hugging_face_causal": "hugging_face_no_mask",
     "hugging_face_captured": "hugging_face_no_mask_cuda_graph",
 }
-# Renamed values, by the configuration fields that list them.
+# Renamed values, keyed by the configuration fields that list them.
 CONFIG_VALUES = {"optimizations": OPTIMIZATIONS, "ablations": OPTIMIZATIONS, "baselines": BASELINES}
 RESULTS = {
     "unsteady": "inconsistent",
@@ -90,7 +90,7 @@ def upgrade_table(study: str, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_id(config: RunConfig) -> str:
-    """Return the id of a configuration's run in schema 3, which is computed from the fields' old names."""
+    """Return the id that a configuration's run has in schema 3. It is computed from the fields' old names."""
     old_values = {field: _inverse(names) for field, names in CONFIG_VALUES.items()}
     fields = _rename_values(config.fields_of_id(), old_values)
     old_fields = _rename_keys(fields, _inverse(CONFIG_FIELDS.get(config.study, {})))

@@ -71,7 +71,7 @@ def parsed(source: str) -> str:
     """Return a cell's code without comments and formatting, or "" if the cell contains no code.
 
     The result doesn't depend on the Python version. If a cell isn't valid Python, for example because it contains
-    IPython's ``%`` or ``!`` commands, the result is its source, without whitespace at both ends.
+    IPython's ``%`` or ``!`` commands, the result is its source, without leading and trailing whitespace.
     """
     try:
         tree = ast.parse(source)

@@ -54,14 +54,14 @@ class Store:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Lock the folder for one sweep, and remove what an interrupted sweep left behind.
+        """Lock the folder for one sweep, and remove the files that an interrupted sweep left behind.
 
         The lock is an OS file lock, so it is released even if its holder is killed.
 
         Raises:
             StoreBusy: If another process holds the lock.
-            StoreError: If the folder isn't writable, or if one of its subfolders is a link (which would redirect
-                runs to another location) or a file.
+            StoreError: If the folder isn't writable, or if a file or a link is in place of one of its subfolders
+                (a link would redirect runs to another location).
         """
         with self._open_lock() as lock:
             try:

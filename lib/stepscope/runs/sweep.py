@@ -1,4 +1,4 @@
-"""Run a sweep: execute a run for each requested configuration without a valid record, and save its record.
+"""Run a sweep: execute and record a run for each requested configuration that doesn't have a valid record.
 
 To resume a sweep, repeat its command. It then skips finished runs and retries failed runs.
 """
@@ -51,8 +51,8 @@ class SweepOptions:
         time_budget_s: the time in seconds after which the sweep starts no more runs.
         notebooks: a folder with notebooks to execute instead of the package's notebooks of the same names.
         images: whether to keep the images in executed notebooks.
-        replace: whether to rerun the configurations that a different version of their notebook measured, and
-            replace the old runs.
+        replace: whether to rerun configurations whose runs used a different version of their notebook, and replace
+            the old runs.
         progress: whether to print the output of the notebooks while they run.
     """
 
@@ -71,7 +71,7 @@ class SweepEnd:
     """A sweep's outcome.
 
     Args:
-        counts: the number of runs by status, including runs that were already done.
+        counts: the number of runs with each status, including runs that were already done.
         left: the configurations that still have to be run.
         stopped_by: the reason why the sweep stopped early, or None.
     """
@@ -82,7 +82,7 @@ class SweepEnd:
 
 
 def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, console: Console) -> SweepEnd:
-    """Run those configurations of sweeps that the store doesn't contain yet, and print each outcome.
+    """Run the sweeps' configurations that the store doesn't contain yet, and print the outcome of each run.
 
     Args:
         sources: as in :func:`stepscope.runs.sweep_file.load_sweeps`.
@@ -141,7 +141,7 @@ def _name_semaphores(root: Path) -> None:
     The names identify such leftovers. Removing them is safe, because only one sweep at a time can lock the folder.
     """
     for left in semaphores(root):
-        with suppress(OSError):  # belongs to another user
+        with suppress(OSError):  # the semaphore belongs to another user
             left.unlink()
     current_process()._config["semprefix"] = f"/{_prefix(root)}"  # type: ignore[attr-defined]
 
@@ -302,7 +302,7 @@ class _Sweep:
         self.requested = {_name(config): config for config in end.left}
         self.todo = dict(self.requested)
         self.done: set[str] = set()
-        self.shown: Counter = Counter()  # printed lines that are already shown, by the run's folder
+        self.shown: Counter = Counter()  # number of printed lines already shown, by run folder
         self.died: set[str] = set()  # runs whose worker has died; the second time, the run counts as failed
         self.device_name = store.device_name()
 

@@ -43,7 +43,7 @@ class Block(BaseModel):
     Args:
         study: the study to run.
         fixed: the fields with a single value. If ``size`` is among them, ``edition`` may be, too: the year of the
-            handout that defines the size's name. It isn't a field of the configuration.
+            handout that defines the size's name. ``edition`` isn't a field of the configuration.
         axes: the fields with several values, as lists. The last axis varies fastest.
         skip_too_large: whether to omit a run if not even its smallest measurement is predicted to fit into the
             GPU's memory.
@@ -108,7 +108,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
 
 
 def _sweeps_of_studies(file: str) -> dict[str, list[Path]]:
-    """Return the path of each study's sweep file with this name, in a list, keyed by study."""
+    """Return a dict that maps each study with a sweep file of this name to a list with the file's path."""
     return {study: [path] for study in studies() if (path := STUDIES / study / file).is_file()}
 
 
@@ -180,7 +180,7 @@ def min_peak_gib(config: RunConfig) -> float:
     if not isinstance(config, StepConfig):
         return 0.0
     modes = getattr(config, "modes", list(PHASES) if config.mode == "all" else [config.mode])
-    # The fp32 or TF32 forward needs less memory than the bf16 forward, which also stores bf16 copies of weights.
+    # The forward pass needs less memory in fp32 or TF32 than in bf16, because bf16 requires copies of the weights.
     precision = "tf32" if config.precision == "all" else config.precision
     steps = [config.step(mode=mode, precision=precision, compile="none", device="cuda") for mode in modes]
     return min(peak(step, step.mode).allocated for step in steps) / 2**30

@@ -44,7 +44,7 @@ class WorkersError(StepscopeError, RuntimeError):
 
 
 class WorkerDied(StepscopeError, RuntimeError):
-    """The error of a run whose worker died or returned an error."""
+    """The error that represents a run whose worker died or returned an error."""
 
 
 class SchedulerGone(StepscopeError, RuntimeError):
@@ -72,7 +72,7 @@ class Workers:
         images: bool = True,
     ):
         self.client, self.timeout_s = client, timeout_s
-        self.offers: dict[str, dict] = {}  # by worker address: a dict with name, nthreads, resources
+        self.offers: dict[str, dict] = {}  # keyed by worker address: a dict with name, nthreads, resources
         self.running: list[Assignment] = []
         self.refresh()
         cores = len(os.sched_getaffinity(0))
@@ -92,7 +92,7 @@ class Workers:
             SchedulerGone: If the scheduler is unreachable.
         """
         try:
-            # also true while the client reconnects, which cancels its futures
+            # also true while the client reconnects; reconnecting cancels its futures
             if self.client.status != "running":
                 raise OSError(f"the connection is {self.client.status}")
             self.offers = workers_of(self.client)
@@ -190,7 +190,7 @@ class Workers:
 def workers_of(client: Any) -> dict[str, dict]:
     """Return the workers, keyed by address.
 
-    They are requested from the scheduler, because the client's own list is sometimes empty.
+    The list comes from the scheduler, because the client's own list is sometimes empty.
     """
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
@@ -247,7 +247,7 @@ def _list_gpus(count: int) -> None:
 def _free_gpus(count: int, needed: int) -> Iterator[dict[str, str]]:
     """Wait for ``needed`` of this worker's ``count`` GPUs, and yield the environment that selects them.
 
-    Dask starts a run only if enough GPUs are free, so no two runs wait for each other's GPUs.
+    Dask starts a run only if enough GPUs are free, so two runs never wait for each other's GPUs.
     """
     _list_gpus(count)
     gpus = [_gpus.get() for _ in range(needed)]
@@ -266,7 +266,7 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
 
     Args:
         gpus: the GPUs to use, as returned by :func:`stepscope.runs.machine.gpus_here`.
-        count: the number of workers on the CPU. It is only used if ``gpus`` is empty.
+        count: the number of workers on the CPU. This number is used only if ``gpus`` is empty.
         scratch: a folder for Dask's temporary files.
 
     Raises:
@@ -338,8 +338,8 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
 def _interrupts_blocked() -> Iterator[None]:
     """Block SIGINT and SIGHUP within the context, so that processes started there inherit the block.
 
-    Ctrl-C or a closing terminal sends a signal to all of the terminal's processes, but the sweep must end its runs
-    itself.
+    Ctrl-C or a closing terminal sends a signal to all of the terminal's processes. However, the runs must not
+    receive this signal, because the sweep itself ends its runs.
     """
     signals = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)

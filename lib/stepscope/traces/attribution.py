@@ -23,7 +23,7 @@ the ranges of each thread form a stack. So an operation's
 - **step** is the step range that was open in the process, counted from 0.
 
 An operation launched outside all phases is ``outside``; one launched within a phase but outside all regions is
-``unattributed``. All operations of a CUDA graph have the same launch, that of the graph.
+``unattributed``. All operations of a CUDA graph have the same launch: the launch of the graph.
 
 **Finding the innermost range.** A capture has millions of launches. The ranges of one thread nest, so their
 opening and closing events, in order of time, are like brackets. After each event, the innermost open range is the
@@ -50,7 +50,7 @@ from stepscope.config import PHASE_NAMES
 STEP = "step"
 OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
 KINDS = ("kernel", "memcpy", "memset")
-# A mask for the process in a thread's key, whose lowest 24 bits are the thread.
+# A mask that selects the process in a thread's key. The lowest 24 bits of the key are the thread.
 PROCESS = ~0xFFFFFF
 NEVER = np.iinfo(np.int64).max
 LATEST = 2**62  # ns; differences between earlier times fit into 64 bits
@@ -118,7 +118,7 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     launch_process = records.process[is_known]
 
     def spread(values: np.ndarray) -> np.ndarray:
-        """Expand values for the operations with known launches to all operations; the others get -1."""
+        """Expand values from the operations with known launches to all operations; the other operations get -1."""
         result = np.full(len(operations), -1)
         result[is_known] = values
         return result
@@ -134,7 +134,7 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     names = ranges["name"]
     phase = _take_or_missing(names, open_row("phase"), OUTSIDE)
     operations["phase"] = phase.set_categories([*PHASE_NAMES, OUTSIDE])
-    # a value appended to an array is for row -1, which means "none"
+    # the value appended to each array is for row -1, which means "none"
     is_region = np.append(ranges["role"] == "region", False)
     region_row = np.where(is_region[innermost], innermost, -1)
     operations["region"] = _take_or_missing(names, region_row, UNATTRIBUTED)
@@ -227,7 +227,7 @@ def open_range(
 def _overlap_error(
     ranges: pd.DataFrame, outer_ranges: pd.DataFrame, path: str, role: str
 ) -> ConservationError:
-    """Return an error about the first range that starts inside another range."""
+    """Return an error that names the first range that starts inside another range."""
     inner = ranges.drop(index=outer_ranges.index).iloc[0]
     is_same_process = outer_ranges["key"] & PROCESS == inner["key"] & PROCESS
     is_earlier = outer_ranges["start_ns"] <= inner["start_ns"]
@@ -280,7 +280,7 @@ def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns:
             " it began; expected the ranges of a thread to nest"
         )
     steps = ranges.loc[ranges["role"] == "step"]
-    step_numbers = np.full(len(ranges) + 1, -1)  # the last value is for row -1, which means "no range"
+    step_numbers = np.full(len(ranges) + 1, -1)  # the last element is for row -1, which means "no range"
     step_numbers[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
     open_step = open_range(steps, range_key & PROCESS, starts, strict=(path, "step"))
     ranges["step"] = step_numbers[open_step]
@@ -316,7 +316,7 @@ def enclosing(
     opened = start + interval_offset
     closed = end + interval_offset
 
-    order = np.lexsort((-closed, opened))  # if several open at once, the longest opens first
+    order = np.lexsort((-closed, opened))  # if several intervals open at once, the longest opens first
     events = np.concatenate([closed[order], opened[order]])
     by_time = np.argsort(events, kind="stable")  # at the same time, closings come first
     events = events[by_time]
@@ -327,7 +327,7 @@ def enclosing(
     by_depth = np.argsort(depth, kind="stable")
     positions = np.where(opens[by_depth], np.arange(2 * n), 0)
     last_opened = np.maximum.accumulate(positions)
-    innermost = np.full(2 * n + 1, -1)  # the last value is for event -1, which means "before all events"
+    innermost = np.full(2 * n + 1, -1)  # the last element is for event -1, which means "before all events"
     innermost[by_depth] = interval[by_depth][last_opened]
     innermost[:-1][depth == 0] = -1
 
@@ -359,7 +359,7 @@ def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nda
 
 
 def matching(names: pd.Series, predicate: Callable[[str], object]) -> np.ndarray:
-    """Return a mask of the names that satisfy a predicate, which is called only once per distinct name."""
+    """Return a mask of the names that satisfy a predicate. The predicate is called only once per distinct name."""
     matches = [bool(predicate(str(name))) for name in names.cat.categories]
     return np.array(matches, bool)[names.cat.codes]
 

@@ -11,8 +11,8 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
     """Check that phases, regions and steps each contain every operation of the capture exactly once.
 
     Args:
-        operations: the operations that load_trace returns.
-        totals: the totals that activity_totals returns for the same capture.
+        operations: the operations that ``load_trace`` returns.
+        totals: the totals that ``activity_totals`` returns for the same capture.
 
     Raises:
         ConservationError: If an operation occurs twice, or if the number or the total time of any kind of
@@ -39,7 +39,7 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
     """Measure each step and its phases on the host and on the GPU.
 
     Args:
-        operations, ranges: the results of load_trace, for one process and device.
+        operations, ranges: the results of ``load_trace``, for one process and one device.
 
     Returns:
         One row per step and phase, and one row per step for its total, with the columns host_ns (from push to pop;

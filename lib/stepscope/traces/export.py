@@ -39,7 +39,8 @@ LAUNCHES, GRAPHS = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_GRAPH_TRA
 DIAGNOSTICS, GPUS = "DIAGNOSTIC_EVENT", "TARGET_INFO_GPU"
 NVTX_TABLES = ("NVTX_EVENTS", "NVTX_EVENTS_V2")
 STRINGS, COPY_KINDS = "StringIds", "ENUM_CUDA_MEMCPY_OPER"
-# Names of copies by CUpti_ActivityMemcpyKind, as in ENUM_CUDA_MEMCPY_OPER, which nsys 2022 does not export.
+# The names of copies, keyed by CUpti_ActivityMemcpyKind. nsys 2022 does not export the table with these names,
+# ENUM_CUDA_MEMCPY_OPER.
 COPY_LABELS = {
     1: "Host-to-Device",
     2: "Device-to-Host",
@@ -55,7 +56,7 @@ COPY_LABELS = {
     12: "Unified Device-to-Host",
     13: "Unified Device-to-Device",
 }
-GRAPH_REPLAY = "[CUDA graph"  # the start of the names of graphs that were traced as a whole
+GRAPH_REPLAY = "[CUDA graph"  # the start of the names of CUDA graphs that were traced as a whole
 MIN_SLOW_LAUNCH_NS = 100_000  # slower launches load a kernel, or wait because the launch queue is full
 PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
 PAYLOAD_COLUMNS = ["key", "start_ns", "end_ns", "message_bytes", "communicator"]
@@ -102,7 +103,7 @@ def read_export(
     Raises:
         TraceError: As in ``load_trace``, except that graphs may be traced as a whole if ``whole_graphs`` is True.
     """
-    # sqlite releases the GIL, so tables are read in parallel
+    # tables are read in parallel threads, because SQLite releases the GIL
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
         graphs = len(list(_rows(connection, GRAPHS, ["1"])))
         has_kernels = next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None)
@@ -165,7 +166,7 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
 
 
 def device_names(path: Path | str) -> dict[int, str]:
-    """Return the names of GPUs by id. GPUs that the export doesn't name are omitted."""
+    """Return the names of GPUs, keyed by id. GPUs that the export doesn't name are omitted."""
     with _reading(path) as connection:
         has_names = {"id", "name"} <= _columns(connection, GPUS)
         rows = _rows(connection, GPUS, ["id", "name"]) if has_names else ()
@@ -268,7 +269,7 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
 
 
 def _diagnostics_text(connection: sqlite3.Connection) -> str:
-    """Return nsys's own diagnostics in a form that can be appended to an error message."""
+    """Return nsys's diagnostics in a form that can be appended to an error message."""
     rows = _rows(connection, DIAGNOSTICS, ["severity", "text"], "text IS NOT NULL")
     messages = sorted(
         {(-severity, one_line(text, 200)) for severity, text in rows if isinstance(severity, int)}
@@ -439,7 +440,7 @@ def _graph_replays(path: Path | str, connection: sqlite3.Connection, names: dict
 
 
 def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
-    """Return the export's strings with these ids, by id."""
+    """Return the export's strings with these ids, keyed by id."""
     query = (
         f"SELECT id, CAST(value AS TEXT) FROM {STRINGS} WHERE value IS NOT NULL"
         " AND id IN (SELECT value FROM json_each(?))"
@@ -451,7 +452,7 @@ def _events(path: Path | str, types: tuple[int, ...]) -> tuple[np.ndarray, pa.Di
     """Return all NVTX events of these types, and their names.
 
     The events are an array of shape (5, events) with the rows start, end, whether the event is still open (in
-    which case its end is its start), globalTid and domain.
+    which case its end equals its start), globalTid and domain.
     """
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         table, range_name = _nvtx_table_and_name(connection)

@@ -39,7 +39,7 @@ KERNEL_CATEGORIES = [
 # Patterns for a name's words (lower case, separated by spaces). The first match decides, and expensive work comes
 # first: a matmul with an activation is a matmul.
 RULES = [
-    # copies and fills by a copy engine or the driver, not by a kernel
+    # copies and fills that a copy engine or the driver executes, rather than a kernel
     (
         "memory",
         r"^(cuda |hip |unified memory )*mem(cpy|set)(?!.*\bkernel)|^amd rocclr (copy|fill)|^copy (device"
@@ -70,7 +70,7 @@ RULES = [
         r"|\bkda\b|wkv|merge states?\b|\bsage (fwd|bwd)\b)|with ?(paged|ragged)? ?kv ?cache|fmha"
         r"|flash ?(fwd|bwd)|flash ?att(n|en)|mem ?eff|fwd (grouped )?kernel stage|convert dq",
     ),
-    # from cuDNN, CUTLASS and MIOpen: direct, as a matmul, or transformed
+    # from cuDNN, CUTLASS and MIOpen: computed directly, as a matmul, or with a transform
     (
         "convolution",
         r"\b[a-z]?conv(?!ert|rot)|convol|fprop|dgrad|wgrad|winograd|implicit ?gemm|[sh]cudnn|im2col|col2im"
@@ -86,7 +86,7 @@ RULES = [
         r"|[ab] kernel)|machete|(?<!upsample )(?<!to )\blinear\b(?! (attn|interp))|tensorop|\bxxt\b"
         r"|ba plus caa|ba plus c aa",
     ),
-    # one launch over a list of tensors: fused and foreach, gradient clipping and scaling
+    # one launch for a list of tensors: fused and foreach optimizers, gradient clipping and scaling
     (
         "optimizer",
         r"^(?!.*segments).*(multi ?tensor|\b(fused )?adam|adam ?w?\b|\bsgd|ada ?grad|ada ?factor|\brms ?prop"
@@ -113,7 +113,7 @@ RULES = [
         r"|compute grad weight|by key|compact|device (scan|select|partition|run length)|triton kv ind"
         r"|\b[gs]et rows)",
     ),
-    # pooling windows of an image, or resizing it
+    # pooling over windows of an image, or resizing an image
     ("pooling", r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align"),
     # reductions and related operations: sums, means, scans, normalization layers, the loss
     (
@@ -150,16 +150,17 @@ _PATTERNS = [(family, re.compile(pattern)) for family, pattern in RULES]
 # The model's hand-written softmax consists of five operations in other categories, so we recognize it by its
 # region. The category "softmax" then means torch's own, in the loss.
 ATTENTION_SOFTMAX, LOSS_SOFTMAX = "attention softmax", "loss softmax"
-# Copies that change the dtype: torch's kernels for low precision, and its general copy with casting loads.
+# Copies that change the dtype: torch's kernels for low precision, and its general copy kernel if it casts when
+# loading.
 CAST = r"(?:b?float16|float8\w*)_copy_kernel|direct_copy_kernel.*LoadWithCast|^aten::_to_copy$"
 FOREACH_COPY = re.compile(r"\bCopy(Functor)?\b")  # copies of lists of tensors, from any library
 # Kernels that apply a function to each element are named after the loop, and the function is a template argument.
 # The function can belong to one of these categories, but it can't be, for example, a reduction.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
 NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # categories matched against the complete name
-PREPARATION = {"embedding and indexing", OTHER}  # kernels in these may merely prepare another kernel
-TEMPLATE_FAMILIES = {"fused attention", "convolution", MATMUL}  # TorchInductor has templates for these
-# If no part of a name matches a rule, the library decides. These are patterns for the words of its path.
+PREPARATION = {"embedding and indexing", OTHER}  # categories of kernels that may only prepare other kernels
+TEMPLATE_FAMILIES = {"fused attention", "convolution", MATMUL}  # categories of TorchInductor's templates
+# If no part of a name matches a rule, the library decides. These patterns match the words of the library's path.
 LIBRARIES = [
     (MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b|^cute\b|deep ?gemm"),
     ("embedding and indexing", r"\b(cub|hipcub|rocprim|thrust|fbgemm gpu|moe)\b"),
@@ -234,7 +235,7 @@ def kernel_categories(names: Iterable[str]) -> pd.Categorical:
 
 
 def detailed_category(operations: pd.DataFrame) -> pd.Series:
-    """Return the category of each operation, with separate categories for the softmax of attention and the loss.
+    """Return each operation's category, with separate categories for attention's softmax and the loss's softmax.
 
     Args:
         operations: a table with the columns kernel_category and region.
@@ -249,6 +250,6 @@ def detailed_category(operations: pd.DataFrame) -> pd.Series:
 
 
 def is_cast(names: pd.Series) -> pd.Series:
-    """Return a mask of the names that denote copies that change the dtype."""
+    """Return a mask of the names of copies that change the dtype."""
     codes, unique = pd.factorize(names)
     return pd.Series(pd.Series(unique, dtype="str").str.contains(CAST).to_numpy()[codes], index=names.index)

@@ -1,4 +1,4 @@
-"""Split the names of GPU kernels into their parts, and shorten them for display."""
+"""Split the names of GPU kernels into parts, and shorten names for display."""
 
 import itertools
 import re
@@ -136,10 +136,10 @@ def short_name(name: str) -> str:
     template = re.sub(r"\b\w+::(?=[\w~])", "", template)
     tokens = dict.fromkeys(re.findall(r"[A-Za-z_]\w+", template))
     words = [word for word in tokens if not _GENERIC_WORDS.fullmatch(word)]
-    # CUTLASS's kernels are wrappers, whose template argument has the informative name
+    # CUTLASS's kernels are wrappers; the informative name is in the wrapper's template argument
     if words and re.fullmatch(r"Kernel2?|device_kernel", base):
         base, *words = words
-    # suffixes of every xmma kernel
+    # remove the suffixes of xmma kernels
     base = re.sub(r"_align\w\d_align\w\d_execute|_kernel__5x_cublas$", "", base)
     return f"{base}<{' '.join(words)}>" if words else base or name
 
@@ -147,7 +147,7 @@ def short_name(name: str) -> str:
 def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
     """Return a short name for each distinct name, with at most ``width`` characters.
 
-    If several names have the same short name, a number is appended to each one but the first.
+    If several names have the same short name, a number is appended to each of these short names but the first.
     """
     short: dict[str, str] = {}
     for name in dict.fromkeys(names):

@@ -22,10 +22,10 @@ RANGES_FILE = "stepscope/model/ranges.py"  # wraps the model's methods, and allo
 def allocations(snapshot: dict) -> pd.DataFrame:
     """Return one row per allocation in the first device's history, in order, with :data:`COLUMNS`.
 
-    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are the numbers of events;
+    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are event numbers;
     allocations and frees are numbered together, from 0. ``freed_at`` is infinite if the memory is still
     allocated. ``line`` is the innermost line in this package or in torch's optimizers, as ``path:line``. It is
-    empty in backward, where no Python code runs.
+    empty in the backward phase, where no Python code runs.
     """
     rows: list[list[Any]] = []
     open_at: dict[int, int] = {}
@@ -36,7 +36,7 @@ def allocations(snapshot: dict) -> pd.DataFrame:
             line = line_of(entry.get("frames", []))
             rows.append([entry["size"], entry["addr"], event, float("inf"), line])
         elif entry["action"] == "free_requested":
-            if entry["addr"] in open_at:  # allocations older than the history have no row
+            if entry["addr"] in open_at:  # false for allocations that are older than the history
                 rows[open_at.pop(entry["addr"])][3] = event
         else:
             continue

@@ -16,8 +16,8 @@ import pandas as pd
 
 from stepscope.traces.attribution import TraceError
 
-# The columns that every version of nsys writes, by report. The other columns must be among STATISTICS, except
-# in OPEN_ENDED_REPORTS, which have many more.
+# The columns that every version of nsys writes, keyed by report. Any other columns must be among STATISTICS,
+# except in OPEN_ENDED_REPORTS, which have many other columns.
 REPORTS = {
     "cuda_gpu_trace": ("start_ns", "duration_ns", "corr_id", "device", "strm", "name"),
     "nvtx_gpu_proj_trace": ("name", "projected_start_ns", "projected_duration_ns", "num_gpu_ops"),

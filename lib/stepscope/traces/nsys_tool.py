@@ -85,7 +85,7 @@ def export_capture(nsys: Path, report: Path, export: Path) -> Path:
 
 
 def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str, Path]:
-    """Use ``nsys stats`` to write CSV reports to the folder of an export; return the paths of the reports by name.
+    """Use ``nsys stats`` to write CSV reports to the folder of an export; return their paths by name.
 
     Raises:
         NsysError: If nsys wrote no report; the message quotes its output.

@@ -53,18 +53,18 @@ def find_launching_processes(
     names: list[str],
     numbers: dict[str, int],
 ) -> np.ndarray:
-    """Return the number of the process that launched each GPU operation, in file order.
+    """Return, in file order, the number of the process that launched each GPU operation.
 
     An operation belongs to the process with the same label. If several processes have this label, the operation
-    belongs to the one that has a call with the same correlation id. If none or several of them have such a call,
-    the operation belongs to the process whose part of the file contains the operation.
+    belongs to the process with a call that has the same correlation id. If none or several of these processes have
+    such a call, the operation belongs to the process whose part of the file contains the operation.
 
     Args:
         is_work, is_launch: (events,) masks of the GPU operations, and of the runtime and driver calls.
-        process, correlation, thread: (events,) the numbers of each event's process (ignored for GPU operations),
-            correlation and thread.
+        process, correlation, thread: (events,) the number of each event's process (ignored for GPU operations),
+            its correlation id, and the number of its thread.
         names: the name of each thread's process, or, for the threads of GPU operations, the device's name.
-        numbers: the number of each process, by name.
+        numbers: the number of each process, keyed by name.
 
     Raises:
         AmbiguousProcess: If several processes remain because their parts of the file overlap.

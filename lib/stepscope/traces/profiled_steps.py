@@ -66,7 +66,7 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
 
 
 def complete_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return the operations of each profiled step of a case, in order, without steps that lost operations."""
+    """Return the operations of each profiled step of a case, in order, omitting steps that lost operations."""
     steps = [step for _, step in operations.groupby("number")]
     max_operations = max(map(len, steps), default=0)
     return [step for step in steps if len(step) == max_operations]
@@ -81,9 +81,9 @@ def fastest_step(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def median_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations of the profiled step of a case that has the median GPU time.
+    """Return the operations of a case's profiled step with the median GPU time.
 
-    If the number of steps is even, the faster of the two middle steps counts. Use this function for power-limited
+    If the number of steps is even, this is the faster of the two middle steps. Use this function for power-limited
     runs, in which the SM clock fluctuates.
     """
     steps = sorted(complete_steps(operations), key=gpu_time_ms)

@@ -92,7 +92,7 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("float", "int"), 4),
     **dict.fromkeys(("double", "long"), 8),
 }
-# The kinds of host events that the analysis of idle time distinguishes, by category.
+# The kinds of host events that the analysis of idle time distinguishes, keyed by category.
 HOST_KINDS = {
     "cuda_runtime": "call",
     "cuda_driver": "call",
@@ -108,7 +108,7 @@ def load_torch_trace(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
 
     Returns:
         operations, ranges: as in ``export.load_trace``.
-        totals: the number of operations and their duration_ns, by kind.
+        totals: for each kind of operation, the number of operations and their total duration_ns.
 
     Raises:
         TraceError: If the file is not a trace from torch.profiler, or an event has unusable times or ids.
@@ -139,7 +139,7 @@ def is_cpu_work(name: str) -> bool:
 
 
 def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
-    """Return the CPU operators in a trace with their self times, and gloo's collectives, as operations.
+    """Return a trace's CPU operators, with their self times, and gloo's collectives; both count as operations.
 
     The collectives are assigned to a second stream.
     """
@@ -161,7 +161,7 @@ def self_times(operators: pd.DataFrame) -> pd.DataFrame:
     children_ns = np.zeros(len(duration), np.int64)
     np.add.at(children_ns, parent[has_parent], duration[has_parent])
     self_ns = np.maximum(duration - children_ns, 0)
-    begins, next_child_start = start.copy(), start + self_ns  # where each operator's next child goes
+    begins, next_child_start = start.copy(), start + self_ns  # the start of each operator's next child
     for index in np.lexsort((-np.maximum(end, start + 1), start, thread)):  # parents before their children
         if has_parent[index]:
             begins[index] = next_child_start[parent[index]]
@@ -248,12 +248,12 @@ class Trace:
 
     events: one row per complete event, with the columns :data:`COLUMNS`. cat and name are categorical. key is the
         process number times 2^24, plus a thread number; the process of a GPU operation is the process that
-        launched it. Times are in ns, and -1 means none.
-    operators: by external id, the name, "Input Dims" and "Input type" of operators whose shapes determine their
-        work.
+        launched the operation. Times are in ns, and -1 means none.
+    operators: keyed by external id, the name, "Input Dims" and "Input type" of operators whose shapes determine
+        their work.
     header: the rest of the trace, such as devices and ranks.
     shapes: whether shapes were recorded.
-    processes: the name of each process in the trace, such as "11" or "[TP00] 11", by process number.
+    processes: the name of each process in the trace, such as "11" or "[TP00] 11", keyed by process number.
     unread: the number of complete events in each category that we don't read.
     xla: whether the trace names devices as XLA does (JAX, TensorFlow).
     unfinished: the number of host events that were dropped because they end before they start.
@@ -288,7 +288,7 @@ class _Reader:
         self.path, self.shaped, self.strict = path, shaped, strict
         self.values = array("q")
         self.names: dict[str, int] = {}
-        self.threads: dict[tuple[Any, Any], int] = {}  # by pid and tid
+        self.threads: dict[tuple[Any, Any], int] = {}  # keyed by pid and tid
         self.operators: dict[int, tuple[str, Any, Any]] = {}
         self.shapes = self.xla = False
         self.unread: Counter[str] = Counter()
@@ -401,7 +401,7 @@ _EXACT_TIME = re.compile(r"-?\d{1,20}(\.\d{1,12})?")
 
 
 def _exact_time(time: Any) -> float | int | Decimal:
-    """Convert a time in microseconds to a number, because some tools write times as text.
+    """Convert a time in microseconds, which some tools write as text, to a number.
 
     Raises:
         ValueError, TypeError: If the value is neither a number nor text that contains only a number.
@@ -414,9 +414,9 @@ def _exact_time(time: Any) -> float | int | Decimal:
 
 
 def _message_size(args: dict[str, Any]) -> tuple[int, int]:
-    """Return the bytes of a collective's input or output, whichever is larger, and its number of GPUs.
+    """Return the size in bytes of a collective's input or output, whichever is larger, and the number of GPUs.
 
-    Unknown bytes are -1, and an unknown number of GPUs is 1.
+    An unknown size is -1, and an unknown number of GPUs is 1.
     """
     sizes = [args.get(f"{side} msg nelems") for side in ("In", "Out")]
     known = [size for size in sizes if type(size) is int and 0 <= size < 2**40]
@@ -432,7 +432,7 @@ def _communicator(args: dict[str, Any]) -> str:
 
 
 def _is_xla_process_name(event: dict) -> bool:
-    """Return whether a metadata event names a process like XLA's profiler: "/device:GPU:0" or "/host:CPU"."""
+    """Return whether a metadata event names a process as XLA's profiler does: "/device:GPU:0" or "/host:CPU"."""
     args = event.get("args")
     name = args.get("name") if event.get("name") == "process_name" and type(args) is dict else None
     return type(name) is str and name.startswith(("/device:", "/host:"))
@@ -496,7 +496,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
 
 
 def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]]) -> tuple[np.ndarray, dict]:
-    """Return the key of each event's process and thread, and the name of each process by number.
+    """Return the key of each event's process and thread, and the process names, keyed by process number.
 
     Raises:
         TraceError: If a GPU operation may belong to any of several processes.
@@ -508,7 +508,7 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
     processes = process_numbers([names[number] for number in host_threads])
     number_of_thread = np.array([processes.get(name, 0) for name in names], np.int64)
     process = np.where(is_work, 0, number_of_thread[thread])
-    # if only one process launches, use it everywhere, because its ranges may have a pid from another namespace
+    # if only one process launches work, all events belong to it, although ranges may have another namespace's pid
     if len(launching := np.unique(process[is_launch])) == 1:
         process = np.where(is_work, 0, launching[0])
     try:
@@ -521,7 +521,7 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
 
 
 def _parse_json(path: Path, text: str, reader: _Reader) -> Any:
-    """Parse a trace's JSON. While it is parsed, the reader stores and removes the events.
+    """Parse a trace's JSON. During parsing, the reader stores and removes the events.
 
     Control characters in names are accepted, because some versions of Kineto don't escape names.
 
@@ -579,7 +579,7 @@ def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
 
 
 def no_work_error(path: str, trace: Trace) -> TraceError:
-    """Return an error that says that a trace contains no GPU work, and how to record some."""
+    """Return an error that says that a trace contains no GPU work, and that explains how to record GPU work."""
     accelerators = [category for category in trace.unread if ACCELERATOR.search(category)]
     operators = int((trace.events["cat"] == OPERATOR).sum())
     expected = "expected CUDA, ROCm or XPU kernels, recorded by torch.profiler"
