@@ -907,7 +907,7 @@ def test_notebook_measures_each_batch_size_ablation_and_baseline(uncompiled, mon
     assert list(rows) == [*expected, (FILLED, 4, "ok")]
     by_case = steps.set_index(["optimization", "batch_size"])
     assert by_case["reason"]["hugging_face_no_mask", 1] == "transformers is not installed"
-    assert "no CUDA graphs" in by_case["reason"]["without_cuda_graph", 2]
+    assert "CUDA graphs are not available" in by_case["reason"]["without_cuda_graph", 2]
     compared = by_case.index[by_case["gradient_error"].notna()].tolist()
     assert compared == [("fp32", 2), ("bf16_moments", 2), ("without_sdpa", 2)]
     traffic_ms = by_case["memory_traffic_ms"]

@@ -665,7 +665,7 @@ def test_text_from_user_code_is_not_rendered_as_markup(store, ladder):
 
 def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch):
     """Keep every measured optimization, compile with the backend ``eager``, and don't start a new process."""
-    monkeypatch.setattr(loop, "call_isolated", lambda function, limit_s, job: function(job))
+    monkeypatch.setattr(loop, "call_isolated", lambda function, limit_s, job, preload: function(job))
     monkeypatch.setattr(loop, "why_dropped", lambda outcome, before: "")
     monkeypatch.setattr(loop, "duration_ms", lambda outcome: 1.0)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
