@@ -26,7 +26,7 @@ FULL = torch.OutOfMemoryError(
 
 
 def fail_holding_memory(references, error):
-    class Cycle:  # a reference cycle, as models have
+    class Cycle:  # a reference cycle, like those of models
         def __init__(self):
             self.itself = self
 

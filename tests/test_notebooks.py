@@ -215,7 +215,7 @@ def test_name_in_backticks_exists(path):
     assert unknown_names(*texts_of(path)) == []
 
 
-def test_invented_name_in_backticks_is_reported():
+def test_unknown_name_in_backticks_is_reported():
     code = "import torch\nfrom stepscope import measure\nsize = 'nano'\ntimes = measure.steps(size)"
     known = '`size`, `size = "tiny"`, `measure.steps`, `times(size)`, `torch.compile`, `wall_ms`, `fp32`'
     invented = ["measure.stepping", "contxt_length", "torch.compiled", "wall_mss", "times.wall_mss"]

@@ -534,7 +534,7 @@ def test_oom_mode_keeps_only_its_unprofiled_steps(here):
     assert captured.query("mode == 'step' and phase == 'total'")["step"].tolist() == [0, 1, 2]
 
 
-# nsys as a program
+# The nsys program
 
 
 def test_capture_is_rejected_when_it_differs_from_nsys_sums(capture, reports, tmp_path):

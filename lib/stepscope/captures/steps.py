@@ -34,8 +34,8 @@ MIN_STEP_SHARE = 0.5  # minimum share of all operations that the ranges of the s
 MIN_NAMED_STEP_SHARE = 0.2  # the same minimum for repeated ranges with a word such as "step" in their name
 MIN_PHASE_SHARE = 0.9  # the same minimum for the ranges of a phase that count as steps
 MIN_GRAPH_OPS = 50  # a CUDA graph with fewer operations may be a layer
-# If less than this share of all operations is launched outside warm-ups, the ranges of warm-ups are treated like
-# all other ranges, and can be the steps.
+# If less than this share of all operations is launched outside warm-up ranges, warm-up ranges are treated like any
+# others, and may be chosen as the steps.
 MIN_MEASURED_SHARE = 0.05
 
 

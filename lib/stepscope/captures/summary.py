@@ -328,7 +328,7 @@ def _idle_line(gpu: Device, causes: pd.DataFrame) -> Line:
 def _cause_text(row: pd.Series) -> str:
     location = f" in {clean(row['where'])}" if row["where"] else ""
     return {
-        "sync": f"the host is late after {count_text(row['count'])} x {clean(row['call'])}{location}",
+        "sync": f"the host falls behind after {count_text(row['count'])} x {clean(row['call'])}{location}",
         "call": f"the host is in {clean(row['call'])}{location}",
         "host": f"the host is{location}",
         "unnamed": f"the host does something that this capture does not name{location}",

@@ -20,7 +20,7 @@ def reset_peak_memory(device: str) -> None:
 
 
 def allocated_memory(device: str) -> dict[str, float]:
-    """Return ``state_gib``, the memory in GiB that is currently allocated to tensors; on a CPU, return {}."""
+    """Return a dict with ``state_gib``, the memory in GiB that tensors occupy now; on a CPU, the dict is empty."""
     return {"state_gib": torch.cuda.memory_allocated() / GIB} if device == "cuda" else {}
 
 

@@ -1,4 +1,4 @@
-"""Time steps: wall time, the time of each phase, and enqueue time.
+"""Measure the wall time, the time of each phase and the enqueue time of training steps.
 
 * Wall time is the host's time (``timeit.default_timer``) from the start of a step until the device has finished
   the step. The device must be idle at the start, too: a GPU works asynchronously, so the host would otherwise also

@@ -99,23 +99,23 @@ def _has_shape(state: dict[str, Any], key: str, shape: torch.Size) -> bool:
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights for a model whose matrices become bf16. One kernel updates all parameters.
 
-    The parameters become views of two flat buffers: bf16 parameters of ``low``, fp32 parameters of ``master``.
-    They keep their memory format, such as ``torch.channels_last``.
+    The parameters become views of two flat buffers: bf16 parameters are views of ``low``, and fp32 parameters are
+    views of ``master``. They keep their memory format, such as ``torch.channels_last``.
 
-    The master weights start as the model's weights. Weights that other code writes later become the masters, with
-    bf16's precision, in the next eager step or ``state_dict``; loaded weights become the masters at once. To
-    resume bit-identically, load the optimizer's own state dict, which is torch's plus each parameter's fp32
-    ``master``. As in torch, the tensors in the state dict belong to the optimizer, so save or copy them before
-    the next step.
+    The master weights are initialized from the model's weights. If other code overwrites a weight later, the next
+    eager step or ``state_dict()`` copies the new value to its master, with bf16's precision. Loaded weights are
+    copied immediately. To resume bit-identically, load the optimizer's own state dict, which is torch's plus each
+    parameter's fp32 ``master``. As in torch, the tensors in the state dict belong to the optimizer, so save or
+    copy them before the next step.
 
-    Use autocast, except for a model without biases whose norms cast back to bf16.
+    Run the model under autocast, unless it has no biases and its norms cast their output back to bf16.
 
     Args:
         params: a model on its device, or anything that torch's optimizers accept: parameters, named parameters,
             or groups. Parameters with two or more dimensions become bf16, except for those of a model's recurrent
             layers. Parameters that don't require a gradient are not changed. Create the optimizer before
             DistributedDataParallel wraps the model.
-        lr: the learning rate. Each group's ``"lr"`` is a tensor, (), on the parameters' device; write it in
+        lr: the learning rate. Each group's ``"lr"`` is a 0-dim tensor on the parameters' device; write it in
             place, as torch's schedulers do. If you assign a number instead, only eager steps use it. If you
             pass a tensor, the groups keep it, and you can write to it.
         moments: dtype of both moments, ``torch.float32`` or ``torch.bfloat16``.

@@ -166,7 +166,7 @@ def reference_difference(views: Views) -> str:
 
 
 def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Add the reference's columns, such as ``wall_ms_there``, to the rows of a view with the same keys."""
+    """Add the reference's columns, such as ``wall_ms_there``, to a view's rows, matched by key."""
     declared = all_views()[name]
     joined = view
     if name in there and len(view):

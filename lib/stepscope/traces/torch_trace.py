@@ -618,7 +618,7 @@ def _event_problem(path: Path, event: dict, args: dict) -> str:
     text = ", ".join(f"{key} {value}" for key, value in values.items())
     return (
         f"{path}: the event {str(event.get('name'))[:80]!r} has {text};"
-        " expected times in microseconds, durations of at least 0, and integers as ids"
+        " expected times in microseconds, non-negative durations, and integer ids"
     )
 
 

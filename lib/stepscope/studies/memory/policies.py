@@ -95,11 +95,11 @@ def saved_bytes(
     block_bytes: int,
     held_bytes: int | None = None,
 ) -> int:
-    """Return the maximum number of bytes that a policy keeps at the same time.
+    """Return the peak number of bytes that a policy keeps at any one time.
 
     Args:
         policy: the policy.
-        input_bytes: the bytes of a checkpoint's input.
+        input_bytes: the size of a checkpoint's input.
         block_bytes: the bytes that a block saves for its backward pass.
         held_bytes: the bytes that are already kept, including the policy's input; by default, only this input.
     """
