@@ -24,7 +24,7 @@ from stepscope.captures import EXAMPLE
 
 
 def compare(path: Path, kind: str) -> dict[str, Found]:
-    """Run each program on a file; print and return its results.
+    """Run every program on a file; print and return the programs' results.
 
     The output shows each time, followed by its ratio to load_capture's time.
     """
@@ -54,7 +54,7 @@ def compare(path: Path, kind: str) -> dict[str, Found]:
 
 
 def first_line() -> None:
-    """Measure when ``stepscope profile`` prints its first and last lines; print the minima over three runs."""
+    """Time ``stepscope profile`` until its first and last lines; print the minimum times over three runs."""
 
     def until(*command: str) -> tuple[float, float]:
         started = default_timer()

@@ -1,4 +1,4 @@
-"""Run the ladder on public models, which are built from their configurations without any download.
+"""Run the ladder on public models, which are built from their configurations without downloading anything.
 
     python -m bench.public_ladder --runs runs/public                  every model
     python -m bench.public_ladder --runs runs/public llama vit        some models
@@ -49,7 +49,7 @@ SMALL = {"batch": 2, "length": 16, "layers": 1, "frames": 200, "samples": 8000}
 
 
 def check(build: Callable[..., Built]) -> str:
-    """Build a small version of a model on the CPU, and run forward and backward; describe its loss and size."""
+    """Run forward and backward on a small version of a model, on the CPU; describe the loss and model size."""
     names = inspect.signature(build).parameters
     model, batch, *loss = build(**{name: value for name, value in SMALL.items() if name in names})
     inputs = {name: value for name, value in batch.items() if name != "labels" or not loss}
@@ -103,7 +103,7 @@ def page(runs: Path) -> str:
 
 
 def gain(steps: pd.DataFrame, step: Any) -> str:
-    """Return a step's speedup over the last kept step before it, or the reason why there is no speedup."""
+    """Return a kept step's speedup over the previous kept step, or the reason why the step wasn't kept."""
     before = steps[(steps["kept"] == "yes") & (steps.index < step.Index)]
     if step.kept == "yes":
         return number(step.speedup / before["speedup"].iloc[-1], "x") if len(before) else ""

@@ -46,7 +46,7 @@ def ours_whole(path: str) -> Found:
 
 
 def nsys_ai(path: str) -> Found:
-    """Measure how nsys-ai maps kernels to ranges; nsys-ai omits copies, fills and kernels outside ranges."""
+    """Measure nsys-ai's mapping of kernels to ranges, which omits copies, fills and kernels outside ranges."""
     try:
         from nsys_ai.nvtx_attribution import attribute_kernels_to_nvtx
     except ImportError:
@@ -62,7 +62,7 @@ def nsys_ai(path: str) -> Found:
 
 
 def hta(path: str) -> Found:
-    """Measure how Holistic Trace Analysis breaks down a rank's time."""
+    """Measure Holistic Trace Analysis's breakdown of a rank's time."""
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError:

@@ -77,7 +77,7 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
 
 
 def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
-    """Write the capture of :func:`make_capture` as a torch.profiler trace.
+    """Write the same capture as :func:`make_capture`, but in torch.profiler's trace format.
 
     Times are integer microseconds, because Holistic Trace Analysis rounds them. Each phase also gets a GPU
     annotation, which lasts from the phase's first operation to its last.
@@ -135,7 +135,7 @@ def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) ->
 
 
 def add_short_names(path: Path) -> None:
-    """Add to an export's table of kernels the column shortName, which real exports contain and nsys-ai reads."""
+    """Add the column shortName to an export's kernel table, because real exports have it and nsys-ai reads it."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL ADD COLUMN shortName INTEGER")
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET shortName = demangledName")

@@ -169,7 +169,7 @@ class RunConfig(BaseModel):
 
     @property
     def gpus_needed(self) -> int:
-        """The number of GPUs that the run uses, or, for a run on a CPU, the number of the worker's slots."""
+        """The number of GPUs that the run uses, or, for a run on a CPU, the number of worker slots."""
         return 1
 
     def digest(self) -> str:
@@ -248,9 +248,9 @@ class StepConfig(RunConfig):
     def fill_dimensions(cls, values: Any) -> Any:
         """Fill in the dimensions of a named size, or the name of the size that has the given dimensions.
 
-        ``size`` can also be a text with the dimensions of an unnamed size, in the format that tables use, such as
-        "d512 f2048 l8 h8". The optional ``edition``, which isn't a field, is the year of the handout that defines
-        the size's name.
+        ``size`` can also be a string with the dimensions of an unnamed size, in the format that tables use, such
+        as "d512 f2048 l8 h8". The optional ``edition``, which isn't a field, is the year of the handout that
+        defines the size's name.
 
         Raises:
             ValueError: If ``edition`` is given without a size, or a dimension contradicts the size.
@@ -300,7 +300,7 @@ class StepConfig(RunConfig):
         return self
 
     def step(self, **changes: Any) -> "StepConfig":
-        """Return this configuration as a StepConfig, with ``changes`` and without the study's own fields."""
+        """Return this configuration, with ``changes`` applied, as a StepConfig without the study's own fields."""
         names = StepConfig.model_fields.keys() - {"study", "size"}
         fields = {name: getattr(self, name) for name in names}
         return StepConfig(**fields | changes)

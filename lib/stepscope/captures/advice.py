@@ -222,7 +222,7 @@ def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
 
 
 def _indices_until_matmul(family: np.ndarray, indices: np.ndarray) -> list[int] | None:
-    """Return the indices before the first matmul; None if there is no matmul, or unrelated work precedes it."""
+    """Return the indices before the first matmul; None if unrelated work precedes it or there is no matmul."""
     between: list[int] = []
     for index in indices:
         if family[index] == MATMUL:

@@ -139,7 +139,7 @@ class Capture:
         return len(self.excluded)
 
     def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
-        """Return the part of a capture within a time span: the operations that start in it, and complete steps.
+        """Return a time span of a capture: the operations that start in it, and the steps entirely within it.
 
         Args:
             from_ms, to_ms: the start and the end of the time span, in ms after the start of the first operation.
@@ -209,7 +209,7 @@ def load_capture_or_sums(
     phases: Mapping[str, str] | None = None,
     on_cpu: bool = False,
 ) -> Capture | pd.DataFrame:
-    """Read a capture as ``load_capture`` does, but return nsys's report cuda_gpu_kern_sum as a table."""
+    """Read a capture as ``load_capture`` does; if the file is a cuda_gpu_kern_sum report, return its table."""
     path = Path(path)
     with readable_capture(path) as (kind, file):
         if kind == "json":
@@ -518,7 +518,7 @@ def _nested_names(
 def _has_backward_node(
     autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> np.ndarray:
-    """Mark the operations whose operator created a node that the backward pass runs later in the same step."""
+    """Return a mask of the operations whose operator created a node that backward runs later in the same step."""
     operators, nodes = autograd.operators, autograd.backward
     # operators on the threads of the backward pass run inside nodes, so they don't count
     operators = operators[~operators["key"].isin(nodes["key"])]

@@ -49,7 +49,7 @@ class Exposed(NamedTuple):
 def exposed_communication(gpu: Device) -> Exposed:
     """Split the median step's exposed communication into transfer and waiting.
 
-    If the kernels of the same collective on other GPUs are known, the duration of the shortest kernel is the
+    If a collective's kernels on the other GPUs are known, the duration of its shortest kernel is the
     transfer time. Otherwise, the message size determines the minimum transfer time. An operation of unknown size
     counts as transfer, unless it takes far longer than the median time of operations with the same name.
     """

@@ -2,7 +2,7 @@
 
 A gap ends with an operation that some thread launched. The host causes the gap only until that launch
 returns. After that, the GPU itself waits for an event, another stream or another GPU ("device"). If the
-capture omits the launch, the cause is "unknown". The thread launched the operation late because the thread
+capture omits the launch, the cause is "unknown". The thread launched the operation late because it
 
 - did something else for most of a long gap: it was in a driver call ("call"), in a range, operator or Python
   frame that launched nothing ("host"), or in code that the capture does not name ("unnamed");
@@ -67,8 +67,7 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 def _host_events_near_median(gpu: Device) -> pd.DataFrame:
     """Return the host events near the median step, ordered by thread and start.
 
-    The result contains the process's events that overlap the median step or the time before it, up to the length
-    of one step.
+    The result contains the process's events that overlap the median step, or one step's length of time before it.
     """
     host, windows = gpu.capture.host, gpu.windows[gpu.median_indices]
     begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())
@@ -179,10 +178,10 @@ def _cut_to_events(
 def _is_thread_silent(
     launches: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return a mask of the intervals during which the thread is silent, that is, launches nothing.
+    """Return a mask of the intervals in which the thread launches nothing for a long time.
 
-    The silence lasts from the thread's previous launch to the launch that ends the interval. It must last at least
-    MIN_LONG_GAP_NS and cover at least half of the interval.
+    This time begins with the thread's previous launch, and ends with the launch that ends the interval. It must
+    last at least MIN_LONG_GAP_NS and cover at least half of the interval.
     """
     is_silent = np.full(len(begin), False)
     for key in np.unique(thread):
@@ -210,7 +209,7 @@ def _known_launches(gpu: Device) -> pd.DataFrame:
 
 
 def _are_without_launches(launches: pd.DataFrame, host: pd.DataFrame) -> np.ndarray:
-    """Return a mask of the host events during which the thread of the event launches nothing."""
+    """Return a mask of the host events during which the event's thread launches nothing."""
     is_without = np.full(len(host), True)
     for thread, rows in launches.groupby("thread"):
         event_indices = np.flatnonzero(host["thread"] == thread)
@@ -246,7 +245,7 @@ def _last_sync_calls(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -
 def _longest_events(
     host: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the innermost event that is open at an interval's midpoint and covers at least half of the interval.
+    """Find the innermost event that is open at each interval's midpoint and covers at least half of the interval.
 
     Returns:
         The index of each interval's event (-1 if there is none), and the parent of each host event.

@@ -70,7 +70,7 @@ def listed(times_ms: pd.Series, separator: str = ", ") -> str:
 
 
 def count_text(value: float) -> str:
-    """Format the number of events in a step, which is fractional if averaged over two steps."""
+    """Format the number of events per step, which can be fractional if it is averaged over two steps."""
     return digits(value, "n" if value == round(value) or value >= 100 else "")
 
 

@@ -48,7 +48,10 @@ FILLER_WORDS = {
 
 
 def plain_name(name: str) -> str:
-    """Convert a name to lower-case words without numbers or punctuation: "Profiler_Step#7" to "profiler step"."""
+    """Convert a name to lower-case words without numbers or punctuation.
+
+    For example, "Profiler_Step#7" becomes "profiler step".
+    """
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     return " ".join(re.findall(r"[a-z]+", text.lower()))
 

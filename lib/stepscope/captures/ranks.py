@@ -6,11 +6,11 @@ last. The duration of the shortest kernel is the transfer time. The other kernel
 waiting for the last rank. Because only durations are compared, the ranks don't need a common clock and may run on
 different hosts.
 
-Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs omit communicators, so only
-the step, the kind and the order decide. If a communicator's ranks run different numbers of collectives of a kind
-in a step, as in a pipeline, the order is meaningless, and we match none of these collectives. If kernels that were
-matched by order end at different times, they belong to different collectives, for example because a capture omits
-some collectives. We exclude these kernels, too.
+Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs omit communicators, so their
+collectives are matched by step, kind and order alone. If a communicator's ranks run different numbers of
+collectives of a kind in a step, as in a pipeline, the order is meaningless, and we match none of these
+collectives. If kernels that were matched by order end at different times, they belong to different collectives,
+for example because a capture omits some collectives. We exclude these kernels, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -115,9 +115,9 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
 
 
 def _end_difference_ns(rows: pd.DataFrame) -> pd.Series:
-    """Return, for each kernel, the spread in ns of the collective's end times on different ranks.
+    """Return, for each kernel, the spread in ns of its collective's end times on the different ranks.
 
-    The clocks of the ranks are aligned first.
+    The ranks' clocks are aligned first.
     """
     later_ns = rows["end_ns"] - rows.groupby(KEY)["end_ns"].transform("first")
     clock_ns = later_ns.groupby([rows["communicator"], rows["rank"]]).transform(_median)
@@ -206,7 +206,7 @@ def profile_ranks(
 
 
 def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
-    """Describe the ranks of a step: the times of each rank, which ranks wait for others, and whose clocks differ.
+    """Describe a step's ranks: their times, the ranks that wait for others, and the ranks whose clocks differ.
 
     Also set each GPU's ``transfer_ns``, so that the GPU's communication can be divided into transfer and waiting.
 

@@ -47,7 +47,7 @@ def read_report(file: Path) -> pd.DataFrame:
 
 
 def operations_of_report(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
-    """Return a cuda_gpu_trace report's operations, with a capture's columns, and the GPU names, keyed by id.
+    """Return a cuda_gpu_trace report's operations as a capture's table, and the GPUs' names, keyed by id.
 
     The operations' launches, ranges and steps are unknown.
     """

@@ -218,9 +218,9 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
 
 
 def peak_of(table: pd.DataFrame) -> tuple[int, int]:
-    """Return the event after which the allocated memory peaks, and the peak in bytes.
+    """Return the index of the event after which allocated memory is at its peak, and the peak in bytes.
 
-    The event is -1 if the memory peaks before the history begins.
+    The index is -1 if the memory peaks before the history begins.
     """
     begin, end = table["allocated_at"].to_numpy(), table["freed_at"].to_numpy()
     is_freed = end < NEVER

@@ -1,8 +1,9 @@
 """Break down a step's time on one GPU into compute, exposed copies, exposed communication and idle time.
 
-The parts are unions of intervals, so they add up to the wall time. Copies are exposed while no compute runs, and
-communication is exposed while nothing else runs. All numbers describe the median step (averaged over the two
-middle steps if the number of steps is even), so they add up, and outliers don't distort them.
+Each part is a union of intervals, and the parts don't overlap, so they add up to the wall time. Copies are exposed
+while no compute runs, and communication is exposed while nothing else runs. All numbers describe the median step
+(averaged over the two middle steps if the number of steps is even), so they add up, and outliers don't distort
+them.
 """
 
 import re
@@ -47,7 +48,7 @@ class Device:
 
     @cached_property
     def excluded(self) -> pd.DataFrame:
-        """This GPU's excluded operations: launched before the capture, before the first step or in a warm-up."""
+        """This GPU's operations that were launched before the capture, before the first step or in a warm-up."""
         rows = self.capture.excluded
         return rows[(rows["device"] == self.number) & (rows["process"] == self.process)]
 
@@ -157,7 +158,7 @@ class Device:
 
     @cached_property
     def ops_with_carryover(self) -> pd.DataFrame:
-        """The classified operations, and the excluded operations, because these may still run in the first step.
+        """The classified operations and the excluded operations, which may still run in the first step.
 
         The column ``position`` contains an operation's row in ``classified_ops``, or -1 for excluded operations.
         """

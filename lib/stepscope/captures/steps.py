@@ -58,7 +58,7 @@ def find_steps(
 
     Args:
         path: the file, for error messages.
-        ranges: the ranges of Records, with the additional columns ``plain`` (see ``plain_name``) and ``phase``
+        ranges: ``Records.ranges``, with the additional columns ``plain`` (see ``plain_name``) and ``phase``
             ("" if the range isn't a phase).
         process, launch: the process key and the launch time of each operation (NEVER if unknown).
         name: the name of the steps, or None to detect it.

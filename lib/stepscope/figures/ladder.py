@@ -17,7 +17,7 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
     """Draw each configuration's wall time on a logarithmic axis, with Hugging Face's configurations in orange.
 
     Dashed lines show two reference times for our fully optimized step: the time that its FLOPs and its memory
-    traffic take at burst rates, and the same time if matmuls run at the sustained rate.
+    traffic take at burst rates, and the time if matmuls run at the sustained rate instead.
 
     Args:
         rows: rows of the view ``steps``, for one case, with our configurations in order.

@@ -3,7 +3,7 @@
 A case is a subject (:class:`stepscope.optimizations.transforms.TrainedSubject`) with some transforms. For each
 case, :class:`Loop`
 
-1. builds the subject, applies the transforms, compiles, and compares the loss and gradients with fp32;
+1. builds the subject, applies the transforms, compiles the step, and compares the loss and gradients with fp32;
 2. times steps back to back, and measures power, energy and clock during these steps;
 3. profiles steps after everything has been timed, because launches stay slower once a profiler has run.
 
@@ -80,7 +80,7 @@ class Case:
 
 
 class Loop:
-    """Measure cases, and write the results into the cases' rows.
+    """Measures cases, and writes the results into the cases' rows.
 
     ``replayed`` is the name of the eager case that is also timed as a CUDA graph, or "".
     """
@@ -262,7 +262,7 @@ class Loop:
         return step_ms
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Time steps back to back: as in training, the CPU launches steps without waiting for the GPU."""
+        """Measure steps back to back: as in training, the CPU launches them without waiting for the GPU."""
         measure.reset_peak_memory(self.device)
         with self.launched(subject):
             self.time_launched(case, subject)

@@ -1,4 +1,4 @@
-"""Compare the loss and the gradients of an optimized step with the fp32 baseline."""
+"""Compare the loss and the gradients of an optimized step with those of the fp32 baseline."""
 
 import math
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ from stepscope.measure.timing import synchronizer
 
 
 def fresh_compiler_cache() -> AbstractContextManager:
-    """Return a context manager in which torch.compile ignores existing caches and recompiles everything."""
+    """Return a context manager within which torch.compile ignores existing caches and recompiles everything."""
     from torch._inductor.utils import fresh_cache  # imported lazily: it loads the compiler
 
     return fresh_cache()

@@ -74,7 +74,7 @@ def replay(
         at_least_s: the minimum total time of the replays, in seconds.
 
     Returns:
-        The wall time of each replay in ms, and "". If the step can't be captured, an empty list and the reason.
+        The replays' wall times in ms, and ""; if the step can't be captured, an empty list and the reason.
     """
     if reason := not_capturable(device, optimizer, scaler):
         return [], reason
@@ -127,9 +127,9 @@ def capture_failure(error: BaseException | None) -> str:
 
 @contextmanager
 def capturable(optimizer: Any) -> Iterator[None]:
-    """Make an optimizer capturable by moving AdamW's step counts from the CPU to the GPU.
+    """Make an optimizer capturable within this context, by moving AdamW's step counts from the CPU to the GPU.
 
-    Afterwards, the optimizer's state is cleared, so that the next eager step creates new state.
+    On exit, the optimizer's state is cleared, so that the next eager step creates new state.
 
     Args:
         optimizer: the step's optimizer, or None.

@@ -1,8 +1,8 @@
-"""Read the GPU's SM clock, energy, power, and the reasons for a lowered clock through NVML.
+"""Read the GPU's SM clock, energy and power, and the reasons for a lowered clock, through NVML.
 
-Nothing runs in parallel with timed steps: we read the GPU between steps, outside the timed intervals. The energy
+Nothing runs in parallel with timed steps: we query the GPU between steps, outside the timed intervals. The energy
 counter is updated about ten times a second. If the timed steps are too short for this counter, the same step is
-repeated for a few seconds while a thread reads the GPU.
+repeated for a few seconds while a thread polls the GPU.
 """
 
 import functools
@@ -112,7 +112,7 @@ def mean_power_w(readings: Sequence[Reading]) -> float:
 
 
 class PowerMonitor:
-    """A context manager in which a thread reads the GPU every :data:`POLL_S` seconds.
+    """A context manager in which a thread polls the GPU every :data:`POLL_S` seconds.
 
     Don't use it around timed work. On exit, it sets the attributes ``readings``, ``power_w`` (the mean),
     ``sm_clock_mhz`` (the median) and ``clock_reasons``. On a CPU, the numbers are NaN, and the reasons are None.
@@ -213,7 +213,7 @@ def median_clock(readings: Sequence[Reading]) -> float:
 
 
 def clock_reasons(readings: Sequence[Reading]) -> str | None:
-    """Return the reasons that lowered the clock in any of the readings, such as "power cap; thermal".
+    """Return the reasons for a lowered clock in any of the readings, such as "power cap; thermal".
 
     The result is "" if there was no such reason, and None if none of the readings reports reasons.
     """

@@ -26,7 +26,7 @@ from stepscope.traces.profiled_steps import PROFILED_COLUMNS, RANGE, CaptureErro
 def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[torch.profiler.profile]:
     """Profile the block of a ``with`` statement, using ``torch.profiler.profile``.
 
-    PyTorch 2.11 warns about several profiling cycles even if there is only one. We ignore this warning.
+    PyTorch 2.11 warns about multiple profiling cycles even if there is only one. We ignore this warning.
 
     Args:
         activities: the activities to record, or None to record all available activities.

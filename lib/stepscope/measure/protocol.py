@@ -12,7 +12,7 @@ The order matters, because launches stay slower once a profiler has run in a pro
 1. Compile every case, if the configuration uses torch.compile.
 2. Time every case: warm up, then time steps until their median is reliable; also read peak memory and power.
 3. Profile every case.
-4. Replay forward and the full step as CUDA graphs.
+4. Replay the forward pass and the full step as CUDA graphs.
 5. Check the readings. Cases with impossible readings are measured again, at most twice.
 6. Measure the device's ceilings (the rates of a large matmul and of a copy), to compute utilization.
 
@@ -85,7 +85,7 @@ class Results:
 
     @property
     def limits(self) -> dict[str, float | None]:
-        """The device's limits in the configuration's precision, for the record. Unknown limits are None."""
+        """The device's limits in the configuration's precision, for a run's record. Unknown limits are None."""
         precision, device = self.config.precision, self.config.device
         limits = {
             "matmul_tflops": self.ceilings.get(f"matmul_{precision}", math.nan),
@@ -407,7 +407,7 @@ class Protocol:
         release(self.device)
 
     def end_early(self, reason: str) -> None:
-        """Give each case that has not been timed the status "failed", with the reason."""
+        """Set the status of each case that has not been timed to "failed", with the reason."""
         for case in self.cases:
             if case not in self.samples:
                 self.status.setdefault(case, ("failed", f"not measured: {reason}"))

@@ -61,7 +61,7 @@ def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, 
 
 
 def fastest_ms(device: str, work: Callable[[], object]) -> float:
-    """Return the fastest of :data:`REPEATS` calls of ``work`` in ms, after :data:`WARMUPS` other calls.
+    """Return the time in ms of the fastest of :data:`REPEATS` calls of ``work``, after :data:`WARMUPS` warm-ups.
 
     The GPU's clock sometimes falls during a few calls, so the median rate can be a third below the peak rate.
     """
@@ -136,7 +136,7 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
 
 
 def _matmul_flops(times: pd.DataFrame, config: StepConfig) -> pd.Series:
-    """Return the FLOPs of each row's phase or mode; NaN for a phase without matmuls."""
+    """Return the matmul FLOPs of each row's phase or mode; NaN for a phase without matmuls."""
     by_phase = phase_flops(config)
     flops = []
     for mode, phase in zip(times["mode"], times["phase"]):

@@ -103,7 +103,7 @@ def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
 def phases_that_disagree(times: pd.DataFrame) -> dict[int, str]:
     """Compare each phase's GPU time in the other modes with its GPU time in the full step.
 
-    In the mode "forward", the phase may take less time, because nothing is saved for the backward pass.
+    In the mode "forward", the forward phase may take less time, because nothing is saved for the backward pass.
 
     Args:
         times: rows of one precision, with ``mode``, ``phase`` and ``gpu_ms``.

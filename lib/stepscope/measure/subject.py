@@ -16,7 +16,7 @@ class Subject:
 
     model: the model; :meth:`reset` frees its gradients.
     batch: the tensors that a step reads, for example tokens and targets, each (B, T).
-    loss: ``loss(model, *batch)`` returns the mean loss, a tensor of shape (); None if the steps compute their
+    loss: ``loss(model, *batch)`` returns the mean loss, a 0-dim tensor; None if the steps compute their
         loss themselves.
     optimizer: the optimizer of the model's parameters; None if no step uses one.
     """

@@ -123,7 +123,7 @@ def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, 
 def looks_launch_bound(enqueue_ms: float, wall_ms: float) -> bool:
     """Return whether the host spends most of the step's wall time enqueuing work.
 
-    This heuristic doesn't need the GPU time. Once GPU time is known, use :func:`stepscope.stats.launch_bound`
+    This heuristic doesn't need the GPU time. Once the GPU time is known, use :func:`stepscope.stats.launch_bound`
     instead.
     """
     return enqueue_ms >= LAUNCH_BOUND_ENQUEUE * wall_ms

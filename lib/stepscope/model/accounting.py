@@ -19,10 +19,10 @@ optimizer. The formulas determine the exact instant of the peak, and the tempora
 
 **Notation.** The size of each tensor is a whole number of bytes times one of a few products of dimensions
 (:func:`terms`), so the live bytes at an instant are a short sum: ``"20X + 12S"`` means 20 B T C + 12 B H T T
-bytes. For example, when softmax divides in forward, the exponentials of the scores (4S) exist, their quotients
-(4S) are created, and the scores themselves (4S) are still referenced. All blocks save the same number of bytes,
-and the formula of an instant within a block adds that block's live tensors. Instants that can't be the peak for
-any dimensions are left out.
+bytes. For example, during softmax's division in forward, the exponentials of the scores (4S) exist, their
+quotients (4S) are created, and the scores themselves (4S) are still referenced. All blocks save the same number of
+bytes, and the formula of an instant within a block adds that block's live tensors. Instants that can't be the peak
+for any dimensions are left out.
 
     peak(config).kinds                     # bytes by kind at the step's peak
     peak(config, blocks_per_checkpoint=1)  # keep only the blocks' inputs, and run each block again in backward
@@ -217,9 +217,9 @@ FUSED_FORMULAS = {
 
 
 def terms(config: StepConfig) -> dict[str, int]:
-    """Return the number of elements for each letter of the formulas.
+    """Return the number of elements that each letter of the formulas stands for.
 
-    Names: B batch, T context length, C d_model, F d_ff, H heads, V vocabulary.
+    Local variables: B is the batch size, T context_length, C d_model, F d_ff, H num_heads, and V vocab_size.
     """
     B, T, C, F, H, V = (
         config.batch_size,
@@ -311,7 +311,7 @@ class Instant(NamedTuple):
 
     @property
     def like_parameters(self) -> int:
-        """The bytes in tensors that have the parameters' shapes, and whose sizes are therefore rounded equally."""
+        """The bytes in tensors that have the parameters' shapes, and so are rounded like the parameters."""
         return self.gradients + (self.temporaries if self.phase == "optimizer" else 0)
 
     @property
