@@ -78,8 +78,8 @@ def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> flo
     """Return the wall-time speedup of the step ``after`` over the step ``before``, or NaN if the change is noise.
 
     If either step is launch-bound, the minimum wall times are compared, because medians of launch-bound steps
-    aren't reproducible, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are
-    compared, and every difference counts.
+    aren't reproducible; a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is then noise. Otherwise, the medians
+    are compared, and every difference counts.
 
     Args:
         before, after: the two steps, as mappings with ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and

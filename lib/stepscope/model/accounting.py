@@ -368,9 +368,10 @@ class _Sizes:
 
 
 def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> Iterator[Instant]:
-    """Yield every instant of a warmed-up step that can be its peak, in order.
+    """Yield, in order, every instant at which the memory of a warmed-up step can peak.
 
-    In backward, the current block's gradients, and the saved tensors that it still needs, count as temporaries.
+    In backward, the gradients of the current block, and the saved tensors that this block still needs, count as
+    temporaries.
 
     Args:
         mode: the part of the step to run; see :data:`stepscope.config.PHASES`.
@@ -431,7 +432,7 @@ def _loss_instants(sizes: _Sizes) -> Iterator[Instant]:
 
 
 def _backward_instants(sizes: _Sizes) -> Iterator[Instant]:
-    """Yield the instants of the backward pass through the blocks, with recomputation, and the embedding."""
+    """Yield the instants of the backward pass through the blocks (including recomputation) and the embedding."""
     layers, logits = sizes.layers, sizes.logits
     group = sizes.blocks_per_checkpoint or layers
     for layer in reversed(range(layers)):
@@ -479,7 +480,7 @@ def _optimizer_instant(config: StepConfig, logits: int) -> Instant:
 
 
 def at_rest(config: StepConfig, mode: str) -> dict[str, int]:
-    """Return the live bytes by kind between two steps, excluding gradients.
+    """Return the live bytes between two steps by kind, excluding gradients.
 
     These are the weights, the model's tables, the batch and, in mode "step", AdamW's two moments.
     """

@@ -98,7 +98,7 @@ class Case(NamedTuple):
 
 
 def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]:
-    """Predict whether training fits into a GPU's memory, with one result per step in :data:`STEPS`.
+    """Predict, for each step in :data:`STEPS`, whether training fits into a GPU's memory.
 
     Args:
         config: gives the size, context length, batch size and vocabulary. Each step sets all other fields.

@@ -1,7 +1,7 @@
-"""Count the model's floating-point operations by formula, counting 2 per multiply-add of a matmul.
+"""Compute the model's floating-point operations by formula: 2 for each multiply-add of a matmul.
 
 We follow ``torch.utils.flop_counter`` and appendix B of the PaLM paper: norms, softmax and other pointwise work
-are omitted, and attention counts the full T x T square, because naive attention computes it.
+are omitted, and attention is counted for the full T x T square, because naive attention computes it.
 """
 
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ _domain = nvtx.get_domain(DOMAIN)
 
 
 class ProfilerRanges:
-    """A replacement for the NVTX domain, whose methods open ranges of torch.profiler instead."""
+    """A replacement for the NVTX domain that opens ranges of torch.profiler instead."""
 
     def __init__(self) -> None:
         self.threads = threading.local()
@@ -37,7 +37,7 @@ class ProfilerRanges:
 
 
 def use_ranges(ranges: Any) -> None:
-    """Make ``ranges`` open all later ranges, instead of the NVTX domain.
+    """Use ``ranges``, instead of the NVTX domain, to open all later ranges.
 
     Args:
         ranges: an object with the methods of :class:`ProfilerRanges`.

@@ -17,7 +17,7 @@ def text_batches(
     batch_size: int,
     context_length: int,
 ) -> Tensor:
-    """Return token ids below 256, an int64 tensor (steps, B, T + 1) on the CPU. Every call returns the same ids.
+    """Return token ids below 256 as an int64 tensor (steps, B, T + 1) on the CPU. Every call returns the same ids.
 
     Raises:
         StepscopeError: If this Python installation doesn't include ``pydoc_data``.

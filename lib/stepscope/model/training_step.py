@@ -52,7 +52,9 @@ class Step:
     def __call__(
         self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
     ) -> Tensor | None:
-        """Run one step, with each phase inside ``phase(name)``; return the loss, (), or None in mode "forward".
+        """Run one step, with each phase inside ``phase(name)``.
+
+        Return the loss as a 0-dim tensor, or None in mode "forward".
 
         On a GPU, the step only enqueues work, so the caller must synchronize.
         """

@@ -154,7 +154,7 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Decoder-only language model, from token ids (B, T) to logits (B, T, V), with untied head and embedding."""
+    """Decoder-only language model, from token ids (B, T) to logits (B, T, V). Head and embedding are not tied."""
 
     def __init__(self, config: StepConfig):
         super().__init__()

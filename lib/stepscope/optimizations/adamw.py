@@ -1,6 +1,6 @@
 """AdamW's arithmetic for optimizer.py: the formula in PyTorch for a CPU, and Triton kernels for a GPU.
 
-**bf16 moments.** Arithmetic stays fp32; only stored values are rounded. The first moment is rounded to
+**bf16 moments.** Arithmetic stays in fp32; only stored values are rounded. The first moment is rounded to
 nearest, because each step changes it by a tenth of its distance to the gradient, far more than half a bf16 ulp
 (2^-9 to 2^-8 of a number). The second moment, however, decays by only 1 - beta2 = 0.001 per step, which is less
 than half an ulp: rounded to nearest, it could never fall. So we round it up or down at random, with the
@@ -41,7 +41,7 @@ def random_bits(index: Tensor, count: Tensor) -> Tensor:
 
     Args:
         index: the index of each element, int64 of any shape.
-        count: the step's number, ().
+        count: the step's number, a 0-dim tensor.
     """
     mask = 0xFFFFFFFF
     seed = count * GOLDEN & mask

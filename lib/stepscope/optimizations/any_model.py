@@ -51,7 +51,7 @@ def tf32(subject: TrainedSubject) -> str | None:
 
 
 def channels_last(subject: TrainedSubject) -> str | None:
-    """Store images and convolution weights with the channels last, the layout that tensor cores read."""
+    """Store images and convolution weights in the channels-last layout, which tensor cores read."""
     if not any(isinstance(module, nn.Conv2d) for module in subject.model.modules()):
         return "the model has no 2-D convolution"
     subject.model.to(memory_format=torch.channels_last)

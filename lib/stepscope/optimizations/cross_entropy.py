@@ -62,7 +62,7 @@ def chunked_cross_entropy(
     targets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the mean cross-entropy over all tokens, ().
+    """Return the mean cross-entropy over all tokens as a 0-dim tensor.
 
     Args:
         hidden: the head's input, (B, T, C).

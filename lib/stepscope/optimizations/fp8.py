@@ -10,7 +10,7 @@ the bytes. The price is precision: there are only 256 different 8-bit numbers.
 
 (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433, table 1.)
 
-**Scales.** Activations and gradients do not lie between 2^-6 and 448, and their range changes during training.
+**Scales.** Activations and gradients can lie outside 2^-6 to 448, and their range changes during training.
 So we divide each factor by a scale before the matmul, and multiply the result by the scales. The sum shows which
 numbers can share a scale:
 
@@ -43,14 +43,14 @@ Each layout takes one byte per weight. Together, they take the place of the bf16
     dW = dy^T x    (M, N) (M, K) -> (N, K)   sums over M     bf16
 
 The weight's gradient stays bf16, as in torchao's recipe ``rowwise_with_gw_hp``: its matmul sums over all tokens,
-for which neither factor has scales yet, and its error goes directly into the weights.
+so it would need different scales for both factors, and its error goes directly into the weights.
 
 **Sums.** Hopper's tensor cores add FP8 products with fewer bits than fp32 has. Forward accepts this (``fast``).
 For gradients, the partial sums are moved to fp32 after every few products, which takes longer.
 
 **Errors.** A matmul's error comes from e4m3's mantissa: numbers with 4 significant bits and *any* range have the
 same error (a test checks this). So scales for smaller blocks would not help, and e5m2 would make gradients worse:
-its range is wider, but it has one mantissa bit less. How much of the error reaches a gradient depends on the
+its range is wider, but it has one fewer mantissa bit. How much of the error reaches a gradient depends on the
 weights. With freshly drawn weights, a deep model amplifies the error of its first block, in any format. A trained
 model does not (the ladder measures both).
 
@@ -92,13 +92,22 @@ def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
-    """Return a power-of-two scale for each largest magnitude (any shape); magnitude / scale is in [128, 256)."""
+    """Return a power-of-two scale for each largest magnitude (any shape).
+
+    Each magnitude divided by its scale is in [128, 256).
+    """
     exponent = torch.frexp(largest).exponent - 8
     return torch.ldexp(torch.ones_like(largest), exponent)
 
 
 def write_layouts(weight: Tensor, master: Tensor, scale: Tensor) -> None:
-    """Write both FP8 layouts of fp32 ``master / scale``, (N, K) and (), into the bytes of bf16 ``weight``."""
+    """Write both FP8 layouts of ``master / scale`` into the bytes of the bf16 weight.
+
+    Args:
+        weight: the bf16 weight, (N, K).
+        master: the fp32 weights, (N, K).
+        scale: the scale, a 0-dim tensor.
+    """
     rounded = (master / scale).clamp(-MAX_FP8, MAX_FP8).to(FP8)
     rows, columns = layouts(weight)
     rows.copy_(rounded)
@@ -112,13 +121,15 @@ def matmul(
     ones: Tensor,
     fast: bool,
 ) -> Tensor:
-    """Return a @ b.T, (M, N). A CPU computes it in fp32 from the same 8-bit numbers.
+    """Return the product a @ b.T, (M, N), where b is ``b8 * b_scale``.
+
+    A CPU computes the product in fp32 from the same 8-bit numbers.
 
     Args:
         a: the first factor, (M, K); this function quantizes it.
         b8: the second factor in FP8, (N, K).
-        b_scale: the scale of ``b8``, ().
-        ones: ones in fp32, (1, at least N).
+        b_scale: the scale of ``b8``, a 0-dim tensor.
+        ones: an fp32 tensor of ones, (1, at least N).
         fast: accumulate in the tensor cores' reduced precision.
     """
     a8, a_scale = quantize_rows(a)
@@ -136,7 +147,7 @@ def matmul(
 
 
 class Fp8Matmul(torch.autograd.Function):
-    """x @ weight.T for x (M, K) and a weight (N, K) that holds two FP8 layouts, with one scale, ()."""
+    """x @ weight.T for x (M, K) and a weight (N, K) that holds two FP8 layouts, which share a 0-dim scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, ones: Tensor) -> Tensor:  # -> (M, N)

@@ -23,7 +23,7 @@ Vectors (norm weights and biases) stay fp32, and are their own masters. Weights 
     v = beta2 v + (1 - beta2) g^2               the running mean of their squares
     w = w (1 - lr decay) - lr m' / (sqrt(v') + eps)      with m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)
 
-The formula needs only a dozen operations per parameter, so its time is the time to move bytes. Bytes per
+The formula needs only a dozen operations per parameter, so its run time is the time to move the data. Bytes per
 parameter, in the GPU's memory and moved in one step:
 
                        in memory                     read             written        moved
@@ -31,7 +31,7 @@ parameter, in the GPU's memory and moved in one step:
     here, fp32 m, v    w 4, low 2, g 2, 8 = 16       w g m v 14       w m v low 14      28
     here, bf16 m, v    w 4, low 2, g 2, 4 = 12       w g m v 10       w m v low 10      20
 
-``low`` is the copy that matmuls read: one in bf16, or two in FP8 of one byte each (fp8.py). The kernel writes FP8
+``low`` is what matmuls read: one bf16 copy, or two FP8 copies of one byte each (fp8.py). The kernel writes FP8
 copies tile by tile, one in the weight's layout and one transposed.
 
 **CUDA graphs** need no call after the capture: a captured step contains the addresses of its own gradients,
@@ -39,9 +39,9 @@ and writes them to its own table in each replay. You can alternate eager steps a
 rate is a tensor on the GPU that the graph reads, so schedulers work as with eager steps. All other options
 keep the values that they had during the capture.
 
-**Weights that other code writes** (a checkpoint, a clamp, DDP's broadcast) become the masters. Every in-place
-operation of PyTorch increases a parameter's version counter, and an eager step compares each counter with its
-previous value. The optimizer's own writes use other tensors that share this memory, so they don't change the
+**Weights that other code writes** (a checkpoint, a clamp, DDP's broadcast) are copied to the masters. Every
+in-place operation of PyTorch increases a parameter's version counter, and an eager step compares each counter with
+its previous value. The optimizer's own writes use other tensors that share this memory, so they don't change the
 counter. A weight replaces its master only if it differs from the rounded master, so loading weights that were
 rounded from the masters keeps the masters' precision. Each parameter has its own storage over its part of the
 buffer (created with DLPack), because programs that save weights mistake two views of one storage for tied weights.
@@ -245,7 +245,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_groups()
 
     def _make_tables(self) -> None:
-        """Create the tables in which a kernel's programs look up their parameter, and its offset and size."""
+        """Create the tables in which a kernel's programs look up their parameter, its offset and its size."""
         in_fp32 = [parameter.dtype == torch.float32 for parameter in self.parameters]
         widths = [shape[-1] if shape else 1 for shape in self.shapes]
 
@@ -268,7 +268,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.table = torch.zeros(num_parameters, device=self.device, dtype=torch.int64)
 
     def _owners(self, indices: list[int], programs: list[int]) -> Tensor:
-        """Return the parameter index of each program, int32: each index is repeated once per program."""
+        """Return each program's parameter index, int32. ``programs`` contains each parameter's program count."""
         owners, times = torch.tensor([indices, programs], dtype=torch.int32, device="cpu")
         by_program = owners.repeat_interleave(times)
         return by_program.to(self.device)
@@ -325,7 +325,7 @@ class MasterAdamW(torch.optim.Optimizer):
         return self._flat(buffer, index).as_strided(self.shapes[index], self.strides[index])
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the fp32 weights by parameter name: "0", "1" and so on if the parameters were not named."""
+        """Return the fp32 weights, keyed by parameter name ("0", "1" and so on for unnamed parameters)."""
         return {name: self.view(self.master, index) for index, name in enumerate(self.named)}
 
     def reset(self) -> None:

@@ -145,7 +145,7 @@ class TrainedSubject(Subject):
                 tensor.zero_()
 
     def reset(self) -> None:
-        """Free the gradients, but don't visit all modules as ``model.zero_grad()`` does, which takes CPU time."""
+        """Free the gradients, without the CPU time that ``model.zero_grad()`` takes to visit every module."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -162,7 +162,7 @@ class TrainedSubject(Subject):
         return nullcontext()
 
     def gradients(self) -> Tensor:
-        """Run forward, loss and backward; return the loss, ()."""
+        """Run forward, loss and backward; return the loss as a 0-dim tensor."""
         assert self.loss is not None
         self.reset()
         with self.autocasting():
@@ -189,7 +189,7 @@ def keeps_program(transform: Transform) -> Transform:
 
 
 def apply(transforms: Sequence[Transform], subject: TrainedSubject) -> dict[str, str]:
-    """Apply transforms in order; return the reasons of those that don't apply, keyed by the transform's name."""
+    """Apply transforms in order; return the reasons why some don't apply, keyed by transform name."""
     reasons = {}
     for transform in transforms:
         reason = transform(subject)

@@ -115,12 +115,12 @@ def table(
     rows: int = 60,
     drop_empty: bool = False,
 ) -> str:
-    """Print a table as markdown.
+    """Format a table as markdown.
 
     Args:
-        columns: "name" or "name: heading, unit"; if none are given, all columns are printed.
-        unit: unit of numbers whose heading doesn't contain a unit.
-        rows: maximum number of rows to print.
+        columns: "name" or "name: heading, unit"; if none are given, all columns are included.
+        unit: the unit of numbers whose heading doesn't contain a unit.
+        rows: the maximum number of rows to include.
         drop_empty: omit columns without values instead of raising an error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Load a runs folder into tables that are validated, and that combine all runs of a study.
+"""Load a runs folder into validated tables, each of which combines all runs of a study.
 
 A faulty run is reported in one sentence and omitted, so invalid input never causes a traceback.
 """
@@ -227,7 +227,7 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
 
 
 def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
-    """Add the optional columns that older records omit, without values."""
+    """Add empty columns for the optional columns that older records omit."""
     optional = [name for name, column in schema.columns.items() if not column.required]
     return frame.assign(**{name: None for name in optional if name not in frame})
 
@@ -239,7 +239,8 @@ def steady(tables: Tables) -> Tables:
     rows for this case are removed, too. Reports therefore name an inconsistent case, but show none of its
     numbers.
 
-    A power-limited step is kept if only its profiled steps differ, because a fluctuating clock explains that.
+    A power-limited case is kept if it is inconsistent only because the times of its profiled steps differ: a
+    fluctuating clock explains that.
     """
     # The tables of results are excluded: their column 'inconsistent' lists all inconsistent cases of a run.
     marked = {

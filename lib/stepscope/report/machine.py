@@ -90,7 +90,7 @@ ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "pre
 
 
 def reference_views(views: Views) -> dict[str, pd.DataFrame]:
-    """Return the reference views with their keys and compared columns, and ``about`` with one row."""
+    """Return the key and the compared columns of each view, and the tables ``about`` and ``machine_rates``."""
     declared = all_views()
     frames = {}
     for name, columns in COMPARED.items():
@@ -178,7 +178,7 @@ def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFra
 
 
 def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values, of which there may be none; a list allows any of its values."""
+    """Return the rows with the given values, if there are any; a list matches any of its values."""
     rows = view
     for column, value in values.items():
         rows = rows[rows[column].isin(value if isinstance(value, list) else [value])]

@@ -72,10 +72,9 @@ def stale_figures(report: Report, out: Path) -> list[Path]:
 
 
 def readme(out: Path, first: str) -> dict[str, str]:
-    """Return the text of the README in ``out``, with ``first`` inserted between the README's marks.
+    """Return a dict that maps the README's file name to its text, with ``first`` inserted between its marks.
 
-    The result is a dictionary that maps the file's name to this text. It is empty if there is no README, or if the
-    README doesn't contain the marks.
+    The dict is empty if ``out`` contains no README, or if the README doesn't contain the marks.
 
     Raises:
         OutputError: If only one of the two marks is present, or the README can't be read.

@@ -100,7 +100,7 @@ def _contents(written: str) -> list[str]:
 
 
 def _linked(written: str) -> str:
-    """Add a link to each heading of a chapter or part, after the heading's words."""
+    """Append to each heading of a chapter or part a link to the heading itself."""
     return re.sub(
         r'(<h([23]) id="([^"]+)">)(.*?)</h\2>',
         lambda found: (

@@ -122,7 +122,7 @@ class Picture(Figure):
 def figure(
     message: str, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Picture, Any]:
-    """Return a figure whose title is the wrapped message, and its axes in the form of ``Figure.subplots``."""
+    """Return a figure whose title is the wrapped message, and its axes as returned by ``Figure.subplots``."""
     made = Picture(figsize=(WIDTH, height), dpi=110, layout="constrained")
     made.message = " ".join(message.split())
     made.suptitle(_wrapped(made.message, 54), x=0.01, ha="left", fontsize=TEXT + 1.5, fontweight="bold")
@@ -130,7 +130,7 @@ def figure(
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Wrap text into as few lines as possible, with about equal lengths."""
+    """Wrap text into as few lines as possible, all of about the same length."""
     lines = -(-len(text) // width)
     target, out = len(text) / lines, [""]
     for word in text.split():

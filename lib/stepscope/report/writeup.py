@@ -101,7 +101,7 @@ def render_views(
 
     Args:
         folder: the folder that contains the chapters, ``*.md.j2``, in order, and ``evidence/*.md.j2``. A subfolder
-            that is named like one of the other datasets contains more chapters and evidence.
+            that is named after one of the other datasets contains more chapters and evidence.
         others: the views of the other datasets, by name.
 
     Returns:

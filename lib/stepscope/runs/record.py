@@ -146,7 +146,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """Return a warning for each notebook of which more than one version measured the records' runs."""
+    """Return a warning for each notebook if more than one of its versions measured the records' runs."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:

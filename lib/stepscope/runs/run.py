@@ -156,7 +156,7 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
     """Wait for the run's process to end.
 
     Returns:
-        None if the process ended by itself. If it exceeded the time limit, the reason for killing the process.
+        The reason for killing the process if it exceeded the time limit, or None if it ended by itself.
 
     Raises:
         Abandoned: If ``abandoned`` returns True.
@@ -297,7 +297,7 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
     from traitlets import default
 
     class Kernel(AsyncKernelManager):
-        """A kernel whose sockets are in the run's folder, so only this user can connect to it.
+        """A kernel whose sockets are in the run's folder, so that only this user can connect to it.
 
         The path of the sockets is relative, because socket paths are limited to 107 bytes.
         """

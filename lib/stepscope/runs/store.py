@@ -60,8 +60,8 @@ class Store:
 
         Raises:
             StoreBusy: If another process holds the lock.
-            StoreError: If the folder isn't writable, or if a file or a link is in place of one of its subfolders
-                (a link would redirect runs to another location).
+            StoreError: If the folder isn't writable, or if a file or a link takes the place of one of its
+                subfolders (a link would redirect runs to another location).
         """
         with self._open_lock() as lock:
             try:

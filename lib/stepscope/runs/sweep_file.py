@@ -108,7 +108,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
 
 
 def _sweeps_of_studies(file: str) -> dict[str, list[Path]]:
-    """Return a dict that maps each study with a sweep file of this name to a list with the file's path."""
+    """Return the path of each study's sweep file named ``file``, as a one-element list keyed by study."""
     return {study: [path] for study in studies() if (path := STUDIES / study / file).is_file()}
 
 

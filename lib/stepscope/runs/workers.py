@@ -44,7 +44,7 @@ class WorkersError(StepscopeError, RuntimeError):
 
 
 class WorkerDied(StepscopeError, RuntimeError):
-    """The error that represents a run whose worker died or returned an error."""
+    """The outcome of a run whose worker died or returned an error."""
 
 
 class SchedulerGone(StepscopeError, RuntimeError):

@@ -21,7 +21,7 @@ TOLERANCE = {"fp32": 2e-5, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 class Config(RunConfig):
     """A run that measures causal attention in one precision.
 
-    The attention has one head of ``d_model`` dimensions and no projections.
+    Attention has one head of ``d_model`` dimensions and no projections.
 
     ``timed_steps`` is the maximum number of timed passes; a pass is a forward pass followed by its backward pass.
     ``context_length`` is the longest of ``context_lengths``.

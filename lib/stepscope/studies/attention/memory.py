@@ -83,8 +83,8 @@ def _hidden_count(name: str, element: int) -> int:
 def _query_bytes(name: str, element: int) -> int:
     """Return the number of bytes that are kept per query at the peak.
 
-    Naive softmax keeps one number of ``element`` bytes, "math" keeps none, and other kernels keep two fp32
-    numbers.
+    The naive softmax keeps one number of ``element`` bytes, "math" keeps none, and all other implementations keep
+    two fp32 numbers.
     """
     if name == "math":
         return 0

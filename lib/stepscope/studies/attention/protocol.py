@@ -75,10 +75,10 @@ def measure_passes(
         cases: pairs of implementation and context length, grouped by context length.
         prepare: called with an implementation's name and the inputs. It creates the mask, and returns the forward
             pass as a function of q, k and v.
-        check: compares this function with a float64 reference. ``check`` is called with the function, the inputs,
-            and a list of the float64 output and the float64 gradients of q, k and v. It returns the errors by
-            quantity, and the reason why the implementation is wrong ("" if it is correct). A wrong implementation
-            is never timed.
+        check: compares the forward pass with a float64 reference. ``check`` is called with this function, the
+            inputs, and a list of the float64 output and the float64 gradients of q, k and v. It returns the errors
+            by quantity, and the reason why the implementation is wrong ("" if it is correct). A wrong
+            implementation is never timed.
 
     If an error or an interrupt ends the call, the exception's attribute ``results`` contains the measurements made
     so far; in a notebook, read ``sys.last_value.results``.
@@ -233,7 +233,7 @@ class Protocol:
     # Profile
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile cases, and replace the operations of cases that were profiled before."""
+        """Profile cases, replacing the recorded operations of cases that were profiled before."""
         with measure.StepProfiler(self.device) as profile:
             for case, inputs in self.with_inputs(cases):
                 with measure.out_of_memory(self.unprofiled, case):
@@ -310,7 +310,10 @@ class Protocol:
         }
 
     def gpu_times(self, case: Case, phase: str) -> dict[str, Any]:
-        """Return the GPU time and operation count of the fastest profiled pass, and the longest kernel's name."""
+        """Return the GPU time and operation count of the fastest profiled pass, and the name of a kernel.
+
+        The kernel is the one that takes the most time in all profiled passes together.
+        """
         if (case, phase) not in self.operations:
             return {"reason": self.profiler_error}
         operations = self.operations[case, phase]
@@ -320,7 +323,7 @@ class Protocol:
         return fastest | {"kernel": kernel_ns.idxmax()[:MAX_KERNEL_NAME]}
 
     def end_early(self, reason: str) -> None:
-        """Mark cases that have not been timed as "failed", and record the reason."""
+        """Set the status of cases that are still to be timed to "failed", and record the reason."""
         for case in self.cases:
             outcome, _ = self.status.get(case, ("ok", ""))
             if case not in self.walls and outcome == "ok":

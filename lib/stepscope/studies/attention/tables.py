@@ -61,7 +61,7 @@ LABELS = {
 
 
 def tables(frames: Tables) -> Tables:
-    """Return the table ``passes``, which combines forward and backward.
+    """Return a dict with the table ``passes``, which combines forward and backward.
 
     The table has one row per implementation and context length.
 

@@ -244,7 +244,7 @@ def ranks_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
 
 
 def kernels_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
-    """Return the number and the GPU time of each rank's kernels in a step, by category.
+    """Return the number and the GPU time of each rank's kernels per step, by category.
 
     GPU time is the sum of the kernels' durations in ms.
     """

@@ -128,7 +128,7 @@ class Rank:
         return int(counts.item())
 
     def timed(self, step: Callable[[], object], steps: int) -> tuple[list[float], list[float]]:
-        """Time steps; return each step's wall time and enqueue time in ms."""
+        """Run a number of steps; return each step's wall time and enqueue time in ms."""
         wall_ms, enqueue_ms = [], []
         dist.barrier()
         for _ in range(steps):
