@@ -109,7 +109,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
 
 def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Return the profiled passes' median times in ms, with the minima and maxima of times and operation counts."""
+    """Return the profiled passes' median times, with the extremes of the projected time and operation count."""
     passes = clocks[clocks["profiled"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
     operations = passes["operations"]
@@ -273,7 +273,7 @@ def profile_categories(data: Views) -> pd.DataFrame:
     """Return one row per profile, phase ("total" for all phases) and kernel category, with GPU time and share.
 
     The share is relative to the GPU time of the complete profile. ``other_place`` ranks a phase's non-matmul
-    categories by time, and is 1 for the longest. All kernels of attention's softmax form a
+    categories by time, longest first. All kernels of attention's softmax form a
     separate category.
     """
     keys = [*KEY, "mode", "phase"]
@@ -443,8 +443,8 @@ def attention_at_peak_rates(data: Views) -> pd.DataFrame:
 def profile_answers(data: Views) -> pd.DataFrame:
     """Return answers to the assignment's questions (a) to (e), with one row per configuration.
 
-    (b) ``kernel`` is the kernel that takes the most time in forward, with its launches and its share;
-    ``both_kernel`` takes the most time in forward + backward; ``stays_first`` is true if they are the same.
+    (b) ``kernel`` takes the most time in forward; the row also contains this kernel's launches and share.
+    ``both_kernel`` takes the most time in forward + backward. ``stays_first`` is true if the two are the same.
     (c) The row names the non-matmul category that takes the most time in forward.
     (d) ``matmul_ratio`` is the matmuls' time in a full step divided by their time in forward.
     """
@@ -467,7 +467,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
 
 
 def _by_category(data: Views) -> pd.DataFrame:
-    """Return each configuration's matmul times and shares, and the longest non-matmul category in forward."""
+    """Return each configuration's matmul times and shares, and the slowest non-matmul category in forward."""
     categories = data["profile_categories"].query("phase == 'total'").set_index(KEY)
     matmul = categories[categories["kernel_category"] == MATMUL]
     found = {}
