@@ -64,7 +64,7 @@ def launch(
 def kernels(
     first_call: float, number: int, name: str = GEMM, apart: float = 30, gpu: int = 0, stream: int = 7
 ) -> list[dict]:
-    """Return the events of ``number`` 20 µs kernels and of their launches, each 10 µs before its kernel starts."""
+    """Return the events of ``number`` 20 µs kernels and their launches; each launch is 10 µs before its kernel."""
     calls = [first_call + apart * index for index in range(number)]
     return [part for call in calls for part in launch(name, call, call + 10, 20, gpu=gpu, stream=stream)]
 

@@ -38,8 +38,8 @@ def run_cells(
     Args:
         notebook: the notebook's path, or the name of one of the package's notebooks.
         until: stop before the first cell that contains this text.
-        replaced: values, keyed by variable, that replace variables (such as a clock or a library function)
-            after each cell.
+        replaced: values, keyed by variable name, that are assigned to existing variables (such as a clock or a
+            library function) after each cell.
         wrapped: wrappers, keyed by function name; each is applied once, after a cell has defined the function.
         parameters: values that override those in the parameters cell.
     """
@@ -132,7 +132,7 @@ def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
 
 
 def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
-    """Compute a phase's row in the table of times from the raw samples and profiled operations of its mode."""
+    """Compute a phase's row in the table of times from its mode's raw samples and profiled operations."""
     timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], fastest_complete_step(operations)
     own = own if phase == "total" else own[own["phase"] == phase]
     found = spread(timed["wall_ms"].tolist()) | {

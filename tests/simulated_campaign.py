@@ -1,4 +1,4 @@
-"""Copy a runs folder and scale the times in the copy, to show how the writeup responds.
+"""Copy a runs folder and scale the times in the copy, to show how the writeup changes with the times.
 
     python tests/simulated_campaign.py runs/h200 /tmp/slower --factor 1.3 --jitter 0.2
     stepscope render --writeup --runs /tmp/slower --out /tmp/slower/report
@@ -49,7 +49,7 @@ def scaled(table: pd.DataFrame, run: str, factor: float, jitter: float) -> pd.Da
 
 
 def write(runs: Path, out: Path, factor: float, jitter: float) -> None:
-    """Copy a runs folder, scale the times in the copy, and update the files' digests in its records.
+    """Copy a runs folder, scale the times in the copy, and update the files' digests in the copied records.
 
     Raises:
         FileExistsError: If ``out`` already exists.

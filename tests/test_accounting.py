@@ -175,7 +175,7 @@ def test_fully_optimized_step_peak_includes_all_gradients():
 
 
 def allocate(size, number):
-    """Return the bytes that c10's caching allocator would count for ``number`` tensors of ``size`` bytes."""
+    """Return how many bytes c10's caching allocator would count for ``number`` tensors of ``size`` bytes."""
     free, counted = [], 0
     small = size <= 2**20
     for _ in range(number):

@@ -43,7 +43,7 @@ def name_of(path: Path) -> str:
 
 
 def layer_of(module: str) -> tuple[int, str]:
-    """Return the number and name of a module's layer, which is the longest matching entry in ``LAYERS``."""
+    """Return the number of a module's layer in ``LAYERS``, and the longest entry that matches the module."""
     found = [
         (len(name), place, name)
         for place, names in enumerate(LAYERS)

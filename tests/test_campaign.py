@@ -170,7 +170,10 @@ def measured(view: pd.DataFrame) -> list[str]:
 
 @pytest.fixture(scope="module")
 def frames(campaign) -> dict[str, pd.DataFrame]:
-    """Return the views that templates use, keyed by name; another dataset's views have its name as a prefix."""
+    """Return the views that templates use, keyed by name.
+
+    If a view is of another dataset, its name starts with the dataset's name.
+    """
     found = dict(campaign.views._made)
     for dataset, tables in campaign.others.items():
         views, studies = Views(tables), {name.partition(".")[0] for name in tables}

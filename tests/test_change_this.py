@@ -106,7 +106,7 @@ def test_longer_context_adds_tokens_without_changing_adamw(plain, field):
 
 
 def test_longer_context_on_a_gpu_raises_tokens_per_second_without_slowing_adamw():
-    """The hint promises this effect only for GPUs, because only a GPU has idle units for more tokens."""
+    """The hint promises this effect only for GPUs, because only they have idle units to process more tokens."""
     times = reference(quiet=True)["benchmark.times"]
     baseline = (
         "mode == 'step' and size == 'small' and precision == 'fp32' and attention == 'naive'"

@@ -37,7 +37,7 @@ def hints(notebook: str) -> list[dict]:
 
 
 def memory(**fields):
-    """Return the MiB of tensors saved in each region of the blocks, and a step's predicted CPU and GPU peaks."""
+    """Return the MiB that the blocks save in each region, and a step's predicted CPU and GPU memory peaks."""
     names = run_cells("memory", "is_copy = ", device="cpu", **fields)
     rows = names["tables"]["allocations"].query("what == 'saved by a block'")
     on_gpu = accounting.peak(names["config"].model_copy(update={"device": "cuda"}), "step")
@@ -75,7 +75,7 @@ def checkpoints(**fields) -> pd.DataFrame:
 
 
 def predicted_gib(device: str, per_checkpoint: int, **fields) -> float:
-    """Return the predicted peak in GiB at the notebook's default size."""
+    """Return the predicted peak memory in GiB at the notebook's default size."""
     shape = {"size": "tiny", "vocab_size": 1000, "context_length": 64, "batch_size": 4}
     config = configure("memory", device="cpu", **shape | fields).model_copy(update={"device": device})
     return accounting.peak(config, "forward_backward", per_checkpoint).allocated / accounting.GIB

@@ -32,7 +32,7 @@ TINY = {
 
 
 def flat(model, batch):
-    """Skip the averaging of the gradients, a fault that the numerics check must detect."""
+    """Leave the gradients unaveraged; the numerics check must detect this fault."""
     return Distributed(training_step(model, adamw(model), batch), list)
 
 
@@ -57,7 +57,7 @@ def slept(step, seconds):
 
 
 def zero1(model, batch):
-    """Make rank 1 sleep for 0.3 s before each step, so that rank 0 waits for it in its first all-reduce."""
+    """Make rank 1 sleep for 0.3 s before each step, so that rank 0 waits for rank 1 in the first all-reduce."""
     distributed = naive(model, batch)  # noqa: F821 defined by the script
     seconds = 0.3 if dist.get_rank() == 1 else 0  # noqa: F821
     return Distributed(slept(distributed.step, seconds), distributed.messages)

@@ -162,9 +162,10 @@ def test_assigned_learning_rate_applies_to_replays_and_is_rejected_during_captur
 
 
 def stepping(moments, rate=RATE):
-    """Return an optimizer with two groups, a step with gradient clipping, and a function that draws gradients.
+    """Return an optimizer, a step function that clips gradients, and a function that draws gradients.
 
-    The gradients are the drawn numbers, whatever the weights are, so only the optimizer can cause a difference.
+    The optimizer has two groups. The gradients don't depend on the weights, so only the optimizer can cause a
+    difference.
     """
     model = checks.make_parameters().cuda()
     optimizer = MasterAdamW(groups_of(model), rate, moments)
@@ -187,7 +188,7 @@ def stepping(moments, rate=RATE):
 
 
 def scheduled(optimizer, feed, *launches):
-    """Alternate between step functions under a learning-rate schedule; return the unclipped gradient norms."""
+    """Alternate between step functions under a learning-rate schedule; return gradient norms before clipping."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 2 / STEPS)
     norms = []
     for number in range(STEPS):  # norms stay tensors, because reading their values would synchronize

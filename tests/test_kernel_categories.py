@@ -1,7 +1,7 @@
 """Test categories and short names of GPU kernels that nsys and torch.profiler report.
 
 ``data/kernels.csv`` lists the names, categories and sources of real kernels. ``data/kernels/`` lists the kernels
-that account for 97% of the time in other people's captures; each name is truncated to 300 characters.
+that account for 97% of the time in third-party captures; each name is truncated to 300 characters.
 """
 
 from pathlib import Path

@@ -35,14 +35,14 @@ def records(store):
 
 
 def begun(faults, what="seed"):
-    """Return the seeds of the runs that have started. For ``what="pid"``, return their kernels' process ids."""
+    """Return the seeds of the runs that have started or, for ``what="pid"``, the process ids of their kernels."""
     path = faults / "began"
     lines = path.read_text().splitlines() if path.exists() else []
     return [int(line.split()[what == "pid"]) for line in lines]
 
 
 def send(started, number, group):
-    """Send a signal to the sweep's process; with ``group``, signal its process group, as a terminal does."""
+    """Send a signal to the sweep's process or, if ``group`` is true, to its process group, as a terminal does."""
     with suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(started.process.pid, number)
 

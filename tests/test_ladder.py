@@ -194,7 +194,7 @@ def relative_error(x, exact):
 
 
 def test_fp8_error_matches_rounding_to_4_significant_bits():
-    """Rounding both operands to 4 significant bits gives a similar error, and to 3 bits a larger error."""
+    """Rounding both operands to 4 significant bits gives a similar error; rounding to 3 bits, a larger one."""
 
     def rounded(x, bits):
         fraction, exponent = torch.frexp(x)
@@ -671,7 +671,7 @@ def test_cuda_graph_fails_when_the_learning_rate_is_a_number(config):
 
 @pytest.fixture
 def on_gpu(config, monkeypatch):
-    """Return a namespace: a ladder that assumes a GPU, its subject, a settable step time, and step counts."""
+    """Return a namespace with a ladder that assumes a GPU, a subject, a settable step time, and step counts."""
     ladder, numbers = ladder_of(config, other_model, timed_steps=5), []
     ladder.on_gpu = True
     walls = {"ms": 100.0}

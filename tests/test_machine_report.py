@@ -254,7 +254,7 @@ def test_second_report_removes_the_figures_of_the_first_report(reports, tmp_path
 
 @pytest.mark.parametrize("study", SECTIONS)
 def test_single_study_paragraphs_do_not_refer_to_omitted_text(tmp_path, study):
-    """A CPU's report may omit the sentence that "On the H200 it is 2.0%" would refer to."""
+    """In a CPU's report, the "it" of "On the H200 it is 2.0%" could refer to an omitted sentence."""
     runs = [path.parent for path in (CPU / study).glob("*/record.json")]
     _, text = composed(copy_runs(tmp_path / "runs", *runs))
     for paragraph in re.split(r"\n{2,}", text):

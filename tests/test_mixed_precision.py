@@ -1,4 +1,4 @@
-"""Test the mixed-precision study: experiments (compared with exact arithmetic), training, tables and finding."""
+"""Test the mixed-precision study: experiments (compared with exact arithmetic), training, tables and findings."""
 
 import types
 from fractions import Fraction

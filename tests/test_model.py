@@ -118,8 +118,9 @@ def in_llama(name):
 def llama_like(model, config, exact):
     """Return Hugging Face's Llama with the weights of ``model``.
 
-    Llama computes norms and rotary tables in float32. If ``exact``, torch's RMSNorm replaces the norms, and
-    complex exponentials replace the tables; projections, rotation, attention, MLP and residuals remain Llama's.
+    Llama computes norms and rotary tables in float32. If ``exact`` is true, torch's RMSNorm replaces the norms,
+    and complex exponentials replace the tables; projections, rotation, attention, MLP and residuals remain
+    Llama's.
     """
     with float64():
         llama = LlamaForCausalLM(

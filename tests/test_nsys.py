@@ -99,7 +99,7 @@ SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"
 
 
 def never_run(step, annotation, synchronize):
-    """Stand in for the notebook's step, which doesn't run because the fake nsys provides the profile."""
+    """Stand in for the notebook's step, which never runs because the fake nsys provides the profile."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def tables(profile):
 
 
 def test_csv_reports_split_by_ranges_match_the_operations(profile):
-    """The reports cover backward's operations, although the GPU projection of the backward range is empty."""
+    """The reports cover the backward phase's operations, although the range's GPU projection is empty."""
     events, operations = profile.events, profile.operations
     assert len(events) == operations["count"].sum() and "nvtx_gpu_proj_trace" in profile.reports
     time_ns = events.groupby("phase")["duration_ns"].sum()

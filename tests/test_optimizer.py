@@ -172,7 +172,10 @@ def restored_fp8(weight):
 
 
 def trained(moments, seed, saved=None, eight_bits=False):
-    """Return an optimizer, its scheduler, and a function that trains with clipping; step numbers seed the data."""
+    """Return an optimizer, its scheduler, and a function that trains with clipping.
+
+    Each step's number is the seed of its data.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=not eight_bits))
     if eight_bits:

@@ -44,7 +44,7 @@ def renamed(events: list[dict], names: dict[str, str]) -> list[dict]:
 
 
 def steps_of(capture: Capture) -> list[tuple[int, float, float]]:
-    """For each GPU of each process, return the step count, and the median step's wall and compute time in ms."""
+    """Return each GPU's step count and its median step's wall and compute times in ms, for all processes."""
     gpus = devices(capture)
     return [(len(gpu.breakdowns), *gpu.median[["wall", "compute"]].round(3)) for gpu in gpus]
 

@@ -144,7 +144,7 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     ],
 )
 def test_has_enough_samples_depends_on_step_count_and_duration(wall_ms, enqueue_ms, device, steps):
-    """On a GPU, 30 steps or 2 s of steps are enough; if the steps are launch-bound, 100 steps or 3 s are.
+    """On a GPU, 30 steps or 2 s of steps are enough; launch-bound steps require 100 steps or 3 s.
 
     For long steps, and on a CPU, the requested number of steps is enough.
     """

@@ -19,7 +19,7 @@ DATASETS = {"h100x2": 2, "h100x4": 4}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Write simulated datasets for two and four GPUs; return an empty dataset folder next to them."""
+    """Write simulated datasets for two and four GPUs; return an empty sibling folder for a third dataset."""
     folder = tmp_path_factory.mktemp("runs")
     for name, gpus in DATASETS.items():
         simulated_gpus.write(folder / name, gpus)

@@ -179,7 +179,7 @@ def test_gaps_are_summed_by_cause_call_and_place():
 
 
 def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
-    """Thread 1 synchronizes, loads and saves.
+    """Thread 1 synchronizes, and runs the ranges ``load`` and ``save``.
 
     The operations that end the gaps are launched by thread 2, thread 1 and an unknown thread.
     """

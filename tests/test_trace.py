@@ -160,7 +160,11 @@ def nvtx(start, end, name, thread, domain=0) -> tuple:
 
 
 def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[tuple] | None = None) -> Path:
-    """Write an export that contains launches (time, thread), ranges (arguments of ``nvtx``) and kernels (rows)."""
+    """Write an export that contains these launches, ranges and kernels.
+
+    A launch is a pair of a time and a thread, a range is a tuple of arguments for ``nvtx``, and a kernel is a row
+    of CUPTI_ACTIVITY_KIND_KERNEL. By default, each launch has a 40 ns kernel.
+    """
     if kernels is None:  # one 40 ns kernel per launch, 1000 ns later
         kernels = [
             (t + 1000, t + 1040, 0, 7, i, thread & PROCESS, 1) for i, (t, thread) in enumerate(launches)

@@ -57,9 +57,10 @@ def test_phases_match_recomputation():
 
 
 def expected_outcome(key: tuple, row: Row) -> str:
-    """Return the phase and reason of an out-of-memory error.
+    """Return the expected text for an out-of-memory error: its phase and reason, or "" if there was no error.
 
-    The phase is ``backward`` if the forward pass would fit; its peak grows with the square of the context length.
+    The phase is ``backward`` if the forward pass would fit. The forward pass's peak memory is assumed to grow with
+    the square of the context length.
     """
     if row["status"] != "oom":
         return ""
@@ -91,7 +92,7 @@ def test_out_of_memory_column_states_phase_and_reason():
 
 
 def both(key: tuple, column: str) -> float:
-    """Return the sum of a column's values for forward and backward, or nan if either value is unknown."""
+    """Return the sum of a column's values for forward and backward, or NaN if either value is unknown."""
     return sum(PHASES.get((*key, phase), {}).get(column, NAN) for phase in ("forward", "backward"))
 
 

@@ -64,7 +64,7 @@ def forward_flops(case: tuple) -> float:
 
 
 def dense_flops(case: tuple) -> float:
-    """Return a forward pass's FLOPs, excluding its T x T matmuls."""
+    """Return a forward pass's FLOPs, excluding those of its T x T matmuls."""
     size, context, vocabulary, batch = case
     d, f, layers, _ = DIMENSIONS[size]
     return 2 * batch * context * (layers * (4 * d * d + 3 * d * f) + d * vocabulary)
@@ -77,7 +77,7 @@ def square_flops(case: tuple) -> float:
 
 
 def causal_flops(case: tuple) -> float:
-    """Return the FLOPs of a step's T x T matmuls on and below the diagonal, which has T (T + 1) / 2 elements."""
+    """Return the FLOPs of a step's T x T matmuls for the T (T + 1) / 2 elements on and below the diagonal."""
     context = case[1]
     return 3 * square_flops(case) * (context * (context + 1) / 2) / context**2
 
@@ -128,7 +128,7 @@ def previous_of(case: tuple, optimization: str) -> Row:
 
 
 def speedup_of(case: tuple, optimization: str) -> float:
-    """Return the speedup over the previous step, formatted as in the tables."""
+    """Return the speedup over the previous step, or NaN if the tables show none."""
     step, before = step_of(case, optimization), previous_of(case, optimization)
     if not step or not before:
         return NAN
@@ -310,7 +310,10 @@ def expected_fp8() -> Iterator[tuple[tuple, Row]]:
 
 
 def smooth_losses() -> dict[tuple, dict[tuple, list[float]]]:
-    """Return moving averages over ten losses from the fifth step on, keyed by case, then optimization and seed."""
+    """Return ten-step moving averages of the loss, keyed by case, then by optimization and seed.
+
+    The averages of the first four steps are NaN.
+    """
     smooth: dict[tuple, dict[tuple, list[float]]] = defaultdict(dict)
     columns = [*CASE, "optimization", "seed"]
     for key, rows in RAW["curves"].groupby(columns):

@@ -38,7 +38,7 @@ def of(row: Row, *names: str) -> tuple:
 
 
 def experiment(name: str, *names: str) -> dict[tuple, Any]:
-    """Return the values of an experiment, keyed by configuration and these fields."""
+    """Return the values of an experiment, keyed by configuration and the fields ``names``."""
     rows = [row for row in RAW["numerics"] if row["experiment"] == name]
     column = "dtype" if name == "toy" else "value"
     result = {of(row, *names): row[column] for row in rows}

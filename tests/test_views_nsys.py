@@ -122,7 +122,7 @@ def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
 
 
 def places(result: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
-    """Rank groups by time among groups whose first ``depth`` key fields match; skipped groups get rank 0."""
+    """Rank groups by time among those with the same first ``depth`` key fields; skipped groups get rank 0."""
     together = defaultdict(dict)
     for key, row in result.items():
         if key not in skipped:

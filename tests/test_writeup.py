@@ -83,7 +83,10 @@ def wrong_units(text: str) -> list[tuple[int, str]]:
 
 
 def printed_column(node: nodes.Expr | None) -> str:
-    """Return the column that an expression prints, directly or by calling, say, ``.min()``; if none, return ""."""
+    """Return the column that an expression prints, directly or with a call such as ``.min()``.
+
+    If the expression doesn't print a column, return "".
+    """
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
         return printed_column(node.node.node)
     return node.attr if isinstance(node, nodes.Getattr) else ""

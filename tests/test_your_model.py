@@ -453,7 +453,7 @@ def test_inconsistent_profile_is_discarded_but_the_time_is_kept(measured, monkey
     "draw", ["[random.random() for _ in range({})]", "np.random.rand({})", "torch.rand({})"]
 )
 def test_first_losses_agree_when_the_model_draws_random_numbers(measured, draw):
-    """This model draws more random numbers under autocast, so only the first steps start with equal states."""
+    """The model draws more random numbers under autocast, so random states are equal only in the first steps."""
     drawn = draw.format('1 + torch.is_autocast_enabled("cpu")')
     _, outcome = measured(f"self.a(x) * {drawn}[0]", "bf16")
     assert outcome.row["loss_error"] < 0.02

@@ -228,7 +228,7 @@ def layer_norm(data: Views) -> pd.DataFrame:
 
     ``error`` is the median relative error against float64, with inf and NaN counted as 1. ``lost_share`` is the
     share of values that are inf, NaN or incorrectly 0; ``is_lost`` is true if it exceeds one in a thousand.
-    ``expected_lost_share`` is the share expected from fp16's range, for the mean and the squares.
+    ``expected_lost_share`` is the share that follows from fp16's range, given only for the mean and the squares.
     """
     keys = [*KEY, "case", "at", "quantity"]
     error = _numbers(data, "norm error").set_index(keys)["value"]
@@ -243,12 +243,11 @@ def layer_norm(data: Views) -> pd.DataFrame:
 
 
 def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
-    """Return the expected share of values outside fp16's range, for the mean and the squares.
+    """Return the share of means and of squares that is expected to be outside fp16's range; NaN for other parts.
 
-    For other parts, the share is NaN.
-
-    The mean of n inputs has the standard deviation of one input divided by √n. An input's square is outside the
-    range if the input's magnitude is outside the square roots of the range's limits.
+    The standard deviation of the mean of n inputs is that of one input divided by √n. An input's square is
+    outside the range if the input's magnitude is below the square root of the range's lower limit or above the
+    square root of its upper limit.
     """
     of_mean = rows["scale"] / math.sqrt(NORM_FEATURES)
     by_mean = _outside(FP16_MIN / of_mean, FP16_MAX / of_mean)
@@ -334,8 +333,9 @@ def rounded_gradients(data: Views) -> pd.DataFrame:
 def precision_training(data: Views) -> pd.DataFrame:
     """Return one row per training run on the same text, with the distance of its loss from the reference run's.
 
-    The reference is fp32 with the first seed. ``final_nats`` is the mean distance over the last quarter of the
-    steps. ``kind`` is "precision" (another precision with the first seed) or "seed" (fp32 with another seed).
+    The reference run uses fp32 and the first seed. ``final_nats`` is the mean absolute difference between the two
+    runs' losses over the last quarter of the steps. ``kind`` is "precision" (another precision with the first
+    seed) or "seed" (fp32 with another seed).
     """
     rows = _numbers(data, "training")
     losses = rows.pivot(index=[*KEY, "at"], columns="case", values="value")

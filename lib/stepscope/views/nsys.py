@@ -33,7 +33,7 @@ _COMMON = re.compile(
 
 @view(key=KEY, columns=["tool", "same_as_nsys"], studies=["nsys"])
 def profile_runs(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, with the ``tool`` that recorded its profiles and a check of our sums.
+    """Return one row per configuration, with a check of our sums and the ``tool`` that recorded the profiles.
 
     ``same_as_nsys`` is true if our sum of all operations' durations equals the sum in the tool's own reports, to
     the nanosecond. It is missing if the tool doesn't write reports.
@@ -80,11 +80,11 @@ def profile_times(data: Views) -> pd.DataFrame:
     time ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` is the time from the NVTX
     range's push to its pop, ``projected_ms`` is the time from the start of the range's first operation to the end
     of its last, and ``gpu_ms`` is the time during which at least one operation runs. ``named_operations`` is the
-    number of operations that the tables by kernel contain for one pass; a profile is ``conserved`` if each
-    profiled pass runs exactly this number of operations.
+    number of operations per pass in the tables by kernel; a profile is ``conserved`` if each profiled pass runs
+    exactly this number of operations.
 
-    ``projected_ratio`` is projected_ms / wall_ms, and ``projected_error`` is the distance of this ratio from 1.
-    ``single_error`` is the largest such distance for a single profiled pass. A pass is ``slowed`` if wall_ms is
+    ``projected_ratio`` is projected_ms / wall_ms, and ``projected_error`` is how far this ratio is from 1.
+    ``single_error`` is the largest such error of a single profiled pass. A pass is ``slowed`` if wall_ms is
     less than 95% of projected_ms (LAUNCH_BOUND), which means that the profiler adds gaps between kernels.
     """
     keys = [*KEY, "mode", "phase"]
@@ -109,7 +109,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
 
 def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Return the profiled passes' median times in ms, with the minima and maxima of times and operation counts."""
+    """Return the profiled passes' median times, with the extremes of the projected time and operation count."""
     passes = clocks[clocks["profiled"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
     operations = passes["operations"]
@@ -144,7 +144,7 @@ def _unprofiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return each phase's operations, followed by copies of all operations in the phase "total"."""
+    """Return each phase's operations, followed by a copy of all operations with the phase "total"."""
     return pd.concat([operations, operations.assign(phase=TOTAL)], ignore_index=True)
 
 
@@ -182,7 +182,7 @@ def profiler_agreement(data: Views) -> pd.DataFrame:
 
 
 def _in_process(data: Views, study: str) -> pd.DataFrame:
-    """Return the GPU times of a study's steps."""
+    """Return the GPU times that a study measured with torch.profiler, in the column ``in_process_gpu_ms``."""
     keys = [*KEY, "compile", "repeat", "mode", "phase"]
     times = data.table(f"{study}.times")
     if "repeat" not in times:
@@ -212,10 +212,11 @@ def _in_process(data: Views, study: str) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_kernels(data: Views) -> pd.DataFrame:
-    """Return one row per profile and kernel, with its GPU time in one pass, its share of the total, and ``place``.
+    """Return one row per profile and kernel, with the kernel's GPU time in one pass and its share of the total.
 
-    ``place`` is 1 for the kernel that takes the most time. In a model of ``blocks`` Transformer blocks, each block
-    launches the kernel ``per_block`` times, and the rest of the model launches it ``beyond_blocks`` times.
+    ``place`` is the kernel's rank by time, and is 1 for the kernel that takes the most time. In a model of
+    ``blocks`` Transformer blocks, each block launches the kernel ``per_block`` times, and the rest of the model
+    launches it ``beyond_blocks`` times.
     """
     keys = [*KEY, "mode"]
     operations = (
@@ -243,7 +244,7 @@ def profile_kernels(data: Views) -> pd.DataFrame:
 def region_kernels(data: Views) -> pd.DataFrame:
     """Return one row per profile, part of the model and kernel, with the columns of :func:`profile_kernels`.
 
-    ``place`` ranks the non-matmul kernels; it is 0 for a matmul.
+    ``place`` ranks only a profile's non-matmul kernels; for a matmul, it is 0.
     """
     keys = [*KEY, "mode"]
     groups = _operations(data).groupby([*keys, "region", "name", "kernel_category"], sort=False)
@@ -269,11 +270,11 @@ def model_parts(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_categories(data: Views) -> pd.DataFrame:
-    """Return one row per profile, phase ("total" for all) and kernel category, with GPU time and share.
+    """Return one row per profile, phase ("total" for all phases) and kernel category, with GPU time and share.
 
     The share is relative to the GPU time of the complete profile. ``other_place`` ranks a phase's non-matmul
-    categories by time, and is 1 for the longest. Attention's softmax is a separate category that includes all
-    of its kernels.
+    categories by time, longest first. All kernels of attention's softmax form a
+    separate category.
     """
     keys = [*KEY, "mode", "phase"]
     groups = _and_total(_operations(data)).groupby([*keys, "column", "kernel_category"], sort=False)
@@ -357,9 +358,9 @@ def profiled_attention(data: Views) -> pd.DataFrame:
 
     Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls: 2 B T²
     d_model FLOPs per layer. ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer.
-    ``time_share`` and ``flops_share`` are the time and the FLOPs of softmax, divided by the time and the FLOPs of
-    both matmuls. A layer's scores take ``matrix_bytes`` in fp32. Softmax moves eight times this amount in each
-    layer, which adds up to ``softmax_bytes`` over all layers.
+    ``time_share`` is softmax's time divided by that of both matmuls, and ``flops_share`` is the same ratio for
+    FLOPs. A layer's scores take ``matrix_bytes`` in fp32. Softmax moves eight times this amount in each layer,
+    which adds up to ``softmax_bytes`` over all layers.
     """
     rows = _attention_times(data)
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index").reindex(rows["size"]).set_axis(rows.index)
@@ -388,7 +389,7 @@ def profiled_attention(data: Views) -> pd.DataFrame:
 
 
 def _attention_times(data: Views) -> pd.DataFrame:
-    """Return the GPU times of attention's three parts in forward, by configuration."""
+    """Return the GPU times of attention's three parts in the forward pass, by configuration."""
     operations = _operations(data)
     forward = operations[operations["mode"] == "forward"]
     is_matmul = forward["kernel_category"] == MATMUL
@@ -442,8 +443,8 @@ def attention_at_peak_rates(data: Views) -> pd.DataFrame:
 def profile_answers(data: Views) -> pd.DataFrame:
     """Return answers to the assignment's questions (a) to (e), with one row per configuration.
 
-    (b) ``kernel`` is the kernel that takes the most time in forward, with its launches and its share;
-    ``both_kernel`` takes the most time in forward + backward; ``stays_first`` is true if they are the same.
+    (b) ``kernel`` takes the most time in forward; the row also contains this kernel's launches and share.
+    ``both_kernel`` takes the most time in forward + backward. ``stays_first`` is true if the two are the same.
     (c) The row names the non-matmul category that takes the most time in forward.
     (d) ``matmul_ratio`` is the matmuls' time in a full step divided by their time in forward.
     """
@@ -466,7 +467,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
 
 
 def _by_category(data: Views) -> pd.DataFrame:
-    """Return each configuration's matmul times and shares, and the longest non-matmul category in forward."""
+    """Return each configuration's matmul times and shares, and the slowest non-matmul category in forward."""
     categories = data["profile_categories"].query("phase == 'total'").set_index(KEY)
     matmul = categories[categories["kernel_category"] == MATMUL]
     found = {}
@@ -495,7 +496,7 @@ def launch_timeline(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "mode"], columns=["busy"], studies=["nsys"])
 def launch_timeline_busy(data: Views) -> pd.DataFrame:
-    """Return one row per window, with the share of its first millisecond during which an operation runs."""
+    """Return one row per window, with the share of the window's first millisecond in which an operation runs."""
     groups = data["launch_timeline"].groupby([*KEY, "mode"], sort=False)
     busy = {key: busy_share(rows) for key, rows in groups}
     index = pd.MultiIndex.from_tuples(busy, names=[*KEY, "mode"])

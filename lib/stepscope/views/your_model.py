@@ -24,8 +24,8 @@ DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 def model_steps(data: Views) -> pd.DataFrame:
     """Return one row per optimization of a user's model, in the order in which they were measured.
 
-    ``best_ms`` is the fastest step's wall time if the step is launch-bound, because ``speedup`` then compares the
-    fastest steps.
+    ``best_ms`` is the fastest step's wall time. It is given only if the steps are launch-bound, because
+    ``speedup`` then compares the fastest steps.
     """
     steps = data.table("your_model.steps")
     return steps.assign(
