@@ -150,7 +150,7 @@ def graph_launches(path: Path | str) -> np.ndarray:
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
-    """Return the totals for ``check_conservation``: the number of operations of each kind, and their duration_ns.
+    """Return the totals for ``check_conservation``: the number of operations and their total duration_ns, by kind.
 
     SQLite computes these totals, so they don't depend on the code that reads the operations.
 

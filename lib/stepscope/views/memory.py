@@ -113,10 +113,8 @@ def peak_kinds(data: Views) -> pd.DataFrame:
 def stage_peaks(data: Views) -> pd.DataFrame:
     """Return one row per configuration and mode that fits into memory, with each stage's peak.
 
-    The row also contains details of the highest peak.
-
-    The details are the stage in which the highest peak occurs, the memory that the allocator's rounding adds, and
-    the reserved memory.
+    For the highest peak, the row also gives the stage in which it occurs, the memory that the allocator's rounding
+    adds, and the reserved memory.
     """
     frame = data["peaks"]
     frame = frame[frame["status"] == "ok"]
