@@ -317,7 +317,7 @@ def _rows(
 
 
 def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
-    """Read columns in the table's order, without a Python object per row; return None if there are no rows."""
+    """Read columns in the table's order, without creating an object per row; return None if there are no rows."""
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         if not _has_table(connection, table):
             return None

@@ -141,8 +141,8 @@ def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFrame:
     """Return the bus bandwidth of each strategy's all-reduces in GB/s, both within the step and alone.
 
-    Within the step, a collective's duration is taken from the rank that arrives last. FSDP and ZeRO-1 are left out,
-    because they use several kinds of collectives.
+    Within the step, a collective's duration is taken from the rank that arrives last. FSDP and ZeRO-1 are left
+    out, because they use several kinds of collectives.
     """
     sends = steps[(steps["messages"] > 0) & ~steps["strategy"].isin(SHARDED)]
     transfer_ms = ranks.groupby("strategy")["transfer_total_ms"].mean()

@@ -18,9 +18,9 @@ misspelled attribute, would get a plausible row.
 
 The learning rate is negligible while steps are timed or profiled, so that all steps run on the same weights.
 
-If an optimization doesn't apply, fails or runs out of memory, its row contains the reason. The loop then frees its
-memory and continues with the next optimization. Weights are on the device only while their optimization is
-measured.
+If an optimization doesn't apply, fails or runs out of memory, its row contains the reason. The loop then frees the
+optimization's memory and continues with the next optimization. An optimization's weights are on the device only
+while it is measured.
 """
 
 import gc

@@ -280,7 +280,7 @@ class Profile:
 
     @cached_property
     def clocks(self) -> pd.DataFrame:
-        """The times of profiled steps by phase, without the named steps, and the times of unprofiled steps."""
+        """The times of profiled steps by phase (excluding the named steps), and the times of unprofiled steps."""
         unprofiled = self._unprofiled_clocks()
         if not self.has_capture:
             return unprofiled

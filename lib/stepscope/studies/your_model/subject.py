@@ -230,7 +230,7 @@ class SynchronizationWatch(TorchDispatchMode):
 
 
 class RepetitionWatch(TorchDispatchMode):
-    """Record the operators of a forward pass and the shapes of their results, and compare both with another pass.
+    """Record a forward pass's operators and the shapes of their results, and compare both with another pass's.
 
     Args:
         expected: the calls of the other pass; None if this is the first pass.
