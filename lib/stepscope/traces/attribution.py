@@ -59,7 +59,7 @@ SHORT_NS = 5_000  # shorter host events don't explain idle gaps
 
 
 class TraceError(StepscopeError, ValueError):
-    """Raised if a file isn't a readable capture of GPU operations. The message names the file and problem."""
+    """Raised if a file isn't a readable capture of GPU operations. The message names the file and the problem."""
 
 
 class ConservationError(StepscopeError, ValueError):
@@ -342,7 +342,7 @@ def enclosing(
 
 
 def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
-    """Return the column in ``launches`` that matches each process and correlation id, or -1 if none does."""
+    """Return each operation's column in ``launches``, found by process and correlation id; -1 if there is none."""
     thread, launch_correlation, start, _ = launches
     processes = np.concatenate([thread & PROCESS, process])
     _, codes = np.unique(processes, return_inverse=True)

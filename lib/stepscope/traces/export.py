@@ -150,7 +150,7 @@ def graph_launches(path: Path | str) -> np.ndarray:
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
-    """Return the totals for ``check_conservation``: the number of operations of each kind, and their duration_ns.
+    """Return the totals for ``check_conservation``: the number of operations and their total duration_ns, by kind.
 
     SQLite computes these totals, so they don't depend on the code that reads the operations.
 
@@ -317,7 +317,7 @@ def _rows(
 
 
 def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
-    """Read columns in the table's order, without a Python object per row; return None if there are no rows."""
+    """Read columns in the table's order, without creating an object per row; return None if there are no rows."""
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         if not _has_table(connection, table):
             return None

@@ -127,8 +127,8 @@ _GENERIC_WORDS = re.compile(
 def short_name(name: str) -> str:
     """Return a kernel's function name and the informative words of its template arguments.
 
-    An example is elementwise_kernel<direct_copy_kernel_cuda float>. Different kernels may have the same short
-    name, so use ``short_names`` for tables.
+    For example, a short name is ``elementwise_kernel<direct_copy_kernel_cuda float>``. Different kernels may have
+    the same short name, so use ``short_names`` for tables.
     """
     if name.startswith(("Memcpy", "Memset")):  # torch.profiler's copies: "Memcpy DtoD (Device -> Device)"
         return name.partition(" (")[0]

@@ -47,7 +47,7 @@ def allocations(snapshot: dict) -> pd.DataFrame:
 def line_of(frames: list[dict]) -> str:
     """Return the "path:line" of the innermost frame in this package or in torch's optimizers.
 
-    Frames in the module that opens ranges are skipped. If no other frame remains, return "".
+    Frames in the module that opens ranges are skipped. If no frame remains, return "".
     """
     for frame in frames:
         match = PORTABLE_PATH.search(frame["filename"])

@@ -173,7 +173,7 @@ def report_with_headings(line: str) -> str | None:
 
 
 def _separator(text: str) -> str | None:
-    """Return the separator in a report if it isn't a comma, or None if no such report is found."""
+    """Return a report's separator if it isn't a comma; return None for any other text."""
     for separator in OTHER_SEPARATORS:
         lines = [line.replace(separator, ",") for line in text.splitlines() if separator in line]
         if any(map(report_with_headings, lines)):
@@ -223,7 +223,7 @@ def _convert_column(heading: str, column: pd.Series, path: Path | str) -> pd.Ser
     numbers.
 
     Raises:
-        TraceError: If a column of times or counts contains other values.
+        TraceError: If a column of times or counts contains values that can't be converted.
     """
     name, unit = column_name(heading), heading.strip().removesuffix(")").partition("(")[2]
     if name in TEXT_COLUMNS:

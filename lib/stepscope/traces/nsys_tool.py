@@ -17,7 +17,7 @@ INSTALL_PATTERNS = (
 
 
 class NsysError(StepscopeError, RuntimeError):
-    """Raised if nsys is missing, is incomplete or has failed. The message quotes any output of nsys."""
+    """Raised if nsys is missing or incomplete, or if it fails. The message quotes any output of nsys."""
 
 
 def find_nsys() -> Path | None:
@@ -85,7 +85,7 @@ def export_capture(nsys: Path, report: Path, export: Path) -> Path:
 
 
 def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str, Path]:
-    """Use ``nsys stats`` to write CSV reports to the folder of an export; return their paths by name.
+    """Write CSV reports to an export's folder with ``nsys stats``; return the reports' paths, keyed by name.
 
     Raises:
         NsysError: If nsys wrote no report; the message quotes its output.

@@ -55,9 +55,10 @@ def find_launching_processes(
 ) -> np.ndarray:
     """Return, in file order, the number of the process that launched each GPU operation.
 
-    An operation belongs to the process with the same label. If several processes have this label, the operation
-    belongs to the process with a call that has the same correlation id. If none or several of these processes have
-    such a call, the operation belongs to the process whose part of the file contains the operation.
+    An operation belongs to the process with the label of the operation's device. If several processes have this
+    label, the operation belongs to the process with a call that has the same correlation id. If none or several of
+    these processes have such a call, the operation belongs to the process whose part of the file contains the
+    operation.
 
     Args:
         is_work, is_launch: (events,) masks of the GPU operations, and of the runtime and driver calls.

@@ -83,8 +83,8 @@ def fastest_step(operations: pd.DataFrame) -> pd.DataFrame:
 def median_step(operations: pd.DataFrame) -> pd.DataFrame:
     """Return the operations of a case's profiled step with the median GPU time.
 
-    If the number of steps is even, this is the faster of the two middle steps. Use this function for power-limited
-    runs, in which the SM clock fluctuates.
+    If the number of steps is even, the low median (the faster of the two middle steps) is used. Use this function
+    for power-limited runs, in which the SM clock fluctuates.
     """
     steps = sorted(complete_steps(operations), key=gpu_time_ms)
     return steps[(len(steps) - 1) // 2] if steps else operations
@@ -98,7 +98,7 @@ def gpu_time_ms(operations: pd.DataFrame) -> float:
 
 
 def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
-    """Return ``gpu_ms`` (see :func:`gpu_time_ms`) and the number of ``operations``, or NaN if there are none."""
+    """Return ``gpu_ms`` (see :func:`gpu_time_ms`) and the number of ``operations``, both NaN if there are none."""
     if operations.empty:
         return {"gpu_ms": np.nan, "operations": np.nan}
     return {"gpu_ms": gpu_time_ms(operations), "operations": float(len(operations))}

@@ -175,7 +175,7 @@ def build_records(
 ) -> tuple[Records, np.ndarray]:
     """Return a trace's records, and the "External id" of each operation's launch.
 
-    If a launch has no such id, use the id of the operation itself.
+    If a launch has no such id, the operation's own "External id" takes its place.
 
     Args:
         path: the file, for error messages.
@@ -228,7 +228,7 @@ def build_ranges(events: pd.DataFrame) -> pd.DataFrame:
 def host_events(events: pd.DataFrame) -> pd.DataFrame:
     """Return the long host events: driver calls, operators, ranges and Python frames.
 
-    Columns: kind, name, key (of the thread), start_ns, end_ns.
+    The columns are kind, name, key (of the thread), start_ns and end_ns.
     """
     rows = events[events["cat"].isin(HOST_KINDS) & (events["end"] - events["start"] >= SHORT_NS)]
     return pd.DataFrame(
@@ -282,7 +282,7 @@ _OPERATOR, _RANGE, _FRAME = CODES[OPERATOR], CODES[RANGE], CODES[FRAME]
 
 
 class _Reader:
-    """Collects the numbers in a trace's events while the JSON is parsed."""
+    """Collect the numbers in a trace's events while the JSON is parsed."""
 
     def __init__(self, path: Path, shaped: re.Pattern | None, strict: bool = False):
         self.path, self.shaped, self.strict = path, shaped, strict
@@ -579,7 +579,7 @@ def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
 
 
 def no_work_error(path: str, trace: Trace) -> TraceError:
-    """Return an error that says that a trace contains no GPU work, and that explains how to record GPU work."""
+    """Return an error that says that a trace contains no GPU work, and explains how to record it."""
     accelerators = [category for category in trace.unread if ACCELERATOR.search(category)]
     operators = int((trace.events["cat"] == OPERATOR).sum())
     expected = "expected CUDA, ROCm or XPU kernels, recorded by torch.profiler"

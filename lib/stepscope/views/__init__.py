@@ -1,8 +1,8 @@
 """Define views: a few wide, tidy tables per study, in which documents look up numbers.
 
 A view is a function that returns a table, and a key that identifies the table's rows. A document selects rows by
-giving values for key fields. A column's name ends with its unit (``wall_ms``, ``busy_share``); :func:`unit_of`
-parses it.
+giving values for key fields. The name of a column with a unit ends with this unit (``wall_ms``, ``busy_share``);
+:func:`unit_of` parses it.
 
     @view(key=[*CONFIG, "optimization", "batch_size"], columns=["wall_ms", "speedup"], studies=["ladder"])
     def steps(data: Views) -> pd.DataFrame: ...
@@ -99,7 +99,7 @@ def view(
         key: columns that identify a row: the studies' configuration fields, and the table's own key.
         columns: the remaining columns.
         studies: studies whose tables the view reads.
-        over: configuration fields over which the view aggregates, so its key omits them.
+        over: configuration fields over which the view aggregates, and which its key therefore omits.
     """
 
     def declare(make: Callable[["Views"], pd.DataFrame]) -> Callable[["Views"], pd.DataFrame]:
@@ -120,7 +120,7 @@ def all_views() -> dict[str, View]:
 
 
 class Views(Mapping[str, pd.DataFrame]):
-    """The views of a folder's tables by name; each view is computed once, when it is first looked up.
+    """The views of a folder's tables, keyed by name; each view is computed once, when it is first looked up.
 
     Raises:
         MissingTable: If a view requires a table that no run contains.
@@ -196,6 +196,6 @@ def _rank(column: pd.Series) -> pd.Series:
 
 
 def unit_of(column: str) -> str:
-    """Return the unit that a column name's suffix gives ("" for labels, counts and booleans)."""
+    """Return the unit in the suffix of a column's name ("" for labels, counts and booleans)."""
     endings = [suffix for suffix in UNITS if column == suffix or column.endswith(f"_{suffix}")]
     return UNITS[max(endings, key=len)] if endings else ""

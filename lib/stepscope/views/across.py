@@ -82,8 +82,9 @@ def _named(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
 def divisions(data: Views) -> pd.DataFrame:
     """Return one row per configuration and mode, with the GPU time of PyTorch's division kernels in naive softmax.
 
-    The time depends on the weights, and the benchmark and mixed_precision (``other_gpu_ms``) run different numbers
-    of steps before they profile. ``ratio`` is the longer time divided by the shorter time.
+    ``gpu_ms`` is from the benchmark, and ``other_gpu_ms`` from mixed_precision. The two can differ because the
+    time depends on the weights, and the studies run different numbers of steps before they profile. ``ratio`` is
+    the longer time divided by the shorter time.
     """
     operations = data["operations"]
     found = operations[operations["name"].str.contains("DivFunctor")]

@@ -188,7 +188,7 @@ def _second_smallest(values: pd.Series) -> float:
 
 
 def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
-    """Return each case's times in one phase; for backward, add passes, memory and outcome."""
+    """Return each case's times in one phase; for backward, also the number of passes, memory and outcome."""
     phases = data["attention_phases"]
     own = phases[phases["phase"] == phase]
     names = {
@@ -268,7 +268,7 @@ def attention_parts(data: Views) -> pd.DataFrame:
 def attention_errors(data: Views) -> pd.DataFrame:
     """Return one row per precision and implementation, with the largest relative error compared with float64.
 
-    The maximum is over outputs, gradients, head dimensions and context lengths. ``worst`` and ``allowed`` format
+    The maximum is over outputs, gradients, head dimensions and context lengths. ``worst`` and ``allowed`` give
     the largest error and the error limit as text.
     """
     checks = data.table("attention.checks")

@@ -1,4 +1,4 @@
-"""Define the benchmark's views: a training step's times in all precisions, and how well they repeat."""
+"""Define the benchmark's views: a training step's times in all precisions, and how reproducible they are."""
 
 import pandas as pd
 
@@ -186,8 +186,8 @@ def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
 def timed_steps(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode and phase, for the first ten timed steps.
 
-    The columns give the mean and the standard deviation of their times. ``steps`` is less than ten if fewer steps
-    were timed.
+    The columns give the mean and the standard deviation of these steps' times. ``steps`` is less than ten if fewer
+    steps were timed.
     """
     found = data["samples"].sort_values("step", kind="stable")
     key = [*CONFIG, "mode", "phase"]

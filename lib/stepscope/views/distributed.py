@@ -16,7 +16,7 @@ BUCKETS = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB}
 
 
 def _table(data: Views, name: str) -> pd.DataFrame:
-    """Return a table of all runs, with the repeats of each configuration in order."""
+    """Return one table's rows from all runs, with the repeats of each configuration in order."""
     return in_order(data.table(f"distributed.{name}").sort_values(["gpus", "repeat"], kind="stable"))
 
 
@@ -77,8 +77,8 @@ def strategies(data: Views) -> pd.DataFrame:
       with the control.
     * ``repeat_error``: the relative difference between the longest and the shortest wall time of repeated runs.
     * ``matmul_tflops``: the rate of the matmuls, counting 6 FLOPs per parameter and token.
-    * ``launch_bound``: the CPU takes longer to enqueue the step than the GPU takes to compute, transfer and copy,
-      and the GPU does this work for less than 95% of the wall time.
+    * ``launch_bound``: true if the CPU takes longer to enqueue the step than the GPU takes to compute, transfer
+      and copy, and the GPU does this work for less than 95% of the wall time.
     """
     steps, ranks, kernels = (_table(data, name) for name in ("steps", "ranks", "kernels"))
     rows = []

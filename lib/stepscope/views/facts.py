@@ -58,7 +58,7 @@ def flops_of_step(step: pd.Series) -> dict[str, float]:
 
 @fact
 def tokens_to_hide(gpus: int, gradient_bytes: int, tflops: float, gb_per_s: float) -> float:
-    """Return the tokens per GPU at which the backward matmuls take as long as the gradients' all-reduce.
+    """Return the number of tokens per GPU at which the backward matmuls take as long as the gradients' all-reduce.
 
     With P parameters and T tokens, backward runs 4 P T FLOPs, and the all-reduce moves 2 (n - 1) / n times the
     bytes of the gradients over each link. Both times are proportional to P, so P cancels out.

@@ -84,15 +84,15 @@ RATES = {
 def rates(data: Views) -> pd.DataFrame:
     """Return one row per GPU, with its measured rates over all ladder runs.
 
-    * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: one large matmul or copy for a few
-      milliseconds. We use the fastest run, because a disturbance can only slow such a burst.
+    * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: the rates of a large matmul or copy
+      that runs for a few milliseconds. We use the fastest run, because a disturbance can only slow such a burst.
     * ``sustained_...``: measured while large bf16 matmuls run back to back for a second; medians over the runs,
       except for the minima and maxima. ``hottest_sustained_tflops`` is from the run with the highest power.
     * ``sheet_bf16_tflops``: the data sheet's rate, which applies at the SM clock ``sheet_clock_mhz``.
     * ``..._second_moment``: the final value of a second moment that should decrease; it is stored in fp32, or in
       bf16 with one of two rounding modes.
     * ``..._numbers``: the number of the optimizer kernel's results that were compared with NumPy, and the number
-      that differ.
+      of those that differ.
     """
     results = _with_device(data, data.table("ladder.results"))
     results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
@@ -185,11 +185,11 @@ COMPARED = [
 def steps(data: Views) -> pd.DataFrame:
     """Return one row per case and optimization, including steps that ran out of memory.
 
-    * ``launch_bound``: when steps run back to back, the CPU takes longer to enqueue a step than the GPU takes to
-      run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
-      number of kernels.
-    * ``power_limited``: NVML names the power cap as a reason for a lowered clock or, if the driver doesn't report
-      reasons, the GPU draws over 95% of its power limit.
+    * ``launch_bound``: true if, when steps run back to back, the CPU takes longer to enqueue a step than the GPU
+      takes to run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided
+      by the number of kernels.
+    * ``power_limited``: true if NVML names the power cap as a reason for a lowered clock or, if the driver doesn't
+      report reasons, the GPU draws over 95% of its power limit.
     * ``inconsistent``: for a power-limited step whose profiled steps differ by more than 3%, a description of the
       difference; otherwise empty.
     * ``mean_...`` and costs per token: costs are sums over steps, so they are computed from the mean step time,
@@ -294,7 +294,7 @@ def _with_number(words: pd.Series, between: str, numbers: pd.Series) -> pd.Serie
 
 
 def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """For each row, return the row of ``others`` for the same case, with missing values if there is none."""
+    """Return, for each row, the row of ``others`` for the same case, with missing values if there is none."""
     found = rows[CASE].merge(others, on=CASE, how="left", validate="many_to_one")
     return found.set_axis(rows.index)
 
@@ -326,7 +326,7 @@ def speedups(data: Views) -> pd.DataFrame:
     moments over the fp32 step, in GPU time and in wall time; the speedup in wall time is missing if the
     interquartile range of the fp32 step times exceeds 3%. In the row ``all``, ``product_error`` is the relative
     difference between the speedup and the product of the case's printed GPU-time speedups. ``column`` names the
-    size and the tokens per step: "small, 2,048".
+    size and the tokens per step, such as "small, 2,048".
     """
     single = timed(data, [*LADDER_OPTIMIZATIONS[1:], "fp8"])
     fp32 = _same_case(data["steps"], timed(data, [FIRST]))
@@ -425,11 +425,11 @@ def baselines(data: Views) -> pd.DataFrame:
       use one either.
     * ``speedup``: the speedup of our fastest step over Llama, in wall time; ``low_precision_speedup``: the speedup
       of our fastest step over our step with PyTorch's AdamW, in GPU time.
-    * ``gpu_ratio``, ``attention_ratio``: the GPU times of Llama's step and of its attention, divided by the same
-      times of our step with PyTorch's AdamW; ``substituted_ratio``: what ``gpu_ratio`` would be if Llama's
-      attention took as long as ours.
-    * ``same_kernels``: both models run attention kernels with the same names; ``cudnn_attention``: Llama's
-      attention kernels are from cuDNN.
+    * ``gpu_ratio``, ``attention_ratio``: the GPU times of Llama's step and of its attention, divided by the
+      corresponding times of our step with PyTorch's AdamW; ``substituted_ratio``: what ``gpu_ratio`` would be if
+      Llama's attention took as long as ours.
+    * ``same_kernels``: true if both models run attention kernels with the same names; ``cudnn_attention``: true if
+      Llama's attention kernels are from cuDNN.
     """
     attention = _attention(data)
     names = [name for name in NAMES if name.startswith("hugging_face")]

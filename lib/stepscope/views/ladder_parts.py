@@ -105,7 +105,9 @@ def _tera_per_s(amount: pd.Series, ms: pd.Series) -> pd.Series:
     studies=["ladder"],
 )
 def parts(data: Views) -> pd.DataFrame:
-    """Return one row per profiled step and part; the parts' ``ms`` add up to the wall time of the part "the step".
+    """Return one row per profiled step and part of its time.
+
+    The row "the step" contains the sums over the other parts; its ``ms`` equals the wall time.
 
     "between kernels" is the wall time minus the kernel time; it is negative if the profiled step's kernels took
     longer than the median timed step.

@@ -74,7 +74,8 @@ def peaks(data: Views) -> pd.DataFrame:
 
     The phase "total" gives the mode's highest peak; it is the only phase with a prediction. ``reserved_ratio`` is
     the reserved memory divided by the peak. ``beyond_formula_bytes`` is the requested memory minus the formula's
-    prediction. ``begins_backward`` is true if the peak occurs in the backward pass of the loss or the last block.
+    prediction. ``begins_backward`` is true if the peak occurs in the backward pass of the loss or of the last
+    block.
     """
     frame = _ordered(data.table("memory.peaks"), ["mode"])
     last_layer = frame["size"].map({size: shape.num_layers - 1 for size, shape in SIZES.items()})
@@ -113,10 +114,8 @@ def peak_kinds(data: Views) -> pd.DataFrame:
 def stage_peaks(data: Views) -> pd.DataFrame:
     """Return one row per configuration and mode that fits into memory, with each stage's peak.
 
-    The row also contains details of the highest peak.
-
-    The details are the stage in which the highest peak occurs, the memory that the allocator's rounding adds, and
-    the reserved memory.
+    For the highest peak, the row also gives the stage in which it occurs, the memory that the allocator's rounding
+    adds, and the reserved memory.
     """
     frame = data["peaks"]
     frame = frame[frame["status"] == "ok"]

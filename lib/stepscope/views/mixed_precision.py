@@ -122,7 +122,7 @@ def _kernel_times(data: Views) -> pd.DataFrame:
 
 
 def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the rows with a precision below fp32, and a second table with the fp32 row of the same cases.
+    """Return the rows with a precision below fp32, and a second table with the fp32 rows of the same cases.
 
     Both tables have the same index. Cases that were not measured in fp32 are omitted.
 
@@ -199,7 +199,7 @@ def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def repeated_sums(data: Views) -> pd.DataFrame:
-    """Return one row per method of adding 0.01 a thousand times, with the ``result`` and two parts of its error.
+    """Return one row per method of adding 0.01 a thousand times, with ``result`` and the two parts of its error.
 
     The error is the distance from 10. ``storing`` is the part due to rounding 0.01 when it is stored, and
     ``adding`` is the part due to rounding the sums.

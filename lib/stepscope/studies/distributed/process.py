@@ -201,7 +201,7 @@ class Rank:
         return powers | {"power_step_ms": ms / steps}
 
     def communication(self, distributed: Distributed) -> dict[str, Any]:
-        """Time the step's collectives without the rest of the step, and count the bytes that they communicate."""
+        """Time the step's collectives without the rest of the step, and count the bytes that they transfer."""
         messages = distributed.messages()
         if not messages:
             return {"communication_only_ms": [], "messages": 0, "message_gib": 0.0}
@@ -215,8 +215,8 @@ class Rank:
     def profile(self, name: str) -> None:
         """Profile a few steps of a strategy.
 
-        The first step has no range, because it may be slow, and because the ranks' profilers don't start at the
-        same time.
+        The first step isn't marked with a range, because it may be slow, and because the ranks' profilers don't
+        start at the same time.
         """
         strategy = STRATEGIES[name]
         distributed = self.apply(strategy, *self.build(strategy))
@@ -239,7 +239,7 @@ class Rank:
     # -- collectives and numerics --------------------------------------------------------------------------------
 
     def collectives(self) -> None:
-        """Time each kind and size of collective alone, 20 at a time, so that launch overhead is negligible."""
+        """Time each kind and size of collective by itself, in series of 20 to make launch overhead negligible."""
         sizes_mib = (1, 4, 16, 64, 256, 1024) if self.on_gpu else (1, 4)
         rows = []
         for kind in KINDS:
@@ -318,8 +318,8 @@ def release(on_gpu: bool) -> None:
 def describe(error: BaseException) -> tuple[str, str]:
     """Return the status and the reason to record for an error.
 
-    The status is "oom" if the error or one of its causes says that memory ran out. For example, a
-    failed graph capture can be caused by running out of memory, and NCCL reports it in its own words.
+    The status is "oom" if the error or one of its causes says that memory ran out. For example, running out of
+    memory can make a graph capture fail, and NCCL reports it in its own words.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -115,7 +115,8 @@ def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """Compare the kernels of each strategy with the kernels of its control, which doesn't communicate.
 
     Only categories with the same number of kernels are compared, because a strategy may also copy or cast
-    gradients. A sharded optimizer updates fewer parameters than the control's, so its kernels are left out, too.
+    gradients. Kernels of a sharded optimizer are left out, too, because it updates fewer parameters than the
+    control's.
 
     Returns:
         A table with strategy, control, kernel_category, gpu_ms and alone_ms (kernel time per step of the strategy
@@ -140,8 +141,8 @@ def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFrame:
     """Return the bus bandwidth of each strategy's all-reduces in GB/s, both within the step and alone.
 
-    Within the step, the duration of a collective is its duration on the rank that arrives last. FSDP and ZeRO-1
-    are left out, because they use several kinds of collectives.
+    Within the step, a collective's duration is taken from the rank that arrives last. FSDP and ZeRO-1 are left
+    out, because they use several kinds of collectives.
     """
     sends = steps[(steps["messages"] > 0) & ~steps["strategy"].isin(SHARDED)]
     transfer_ms = ranks.groupby("strategy")["transfer_total_ms"].mean()
@@ -154,7 +155,7 @@ def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFra
 
 
 def memory(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Return each strategy's memory in GiB: measured, and by formula for weights, gradients and moments.
+    """Return each strategy's measured memory in GiB, and the memory of weights, gradients and moments by formula.
 
     Each parameter has a weight, a gradient and two moments, of 4 bytes each. FSDP shards all four over the ranks,
     and ZeRO-1 shards only the moments.

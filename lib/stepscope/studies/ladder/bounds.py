@@ -11,12 +11,12 @@
   writes all of these except the gradient. The measured matmul rate already includes the time to read weights and
   activations.
 
-The two times are added, because the optimizer needs all gradients first. (The roofline model of Williams, Waterman
-& Patterson 2009 takes the maximum instead.) Both rates are measured in the same process, with matmuls and copies
-so large that launches and caches don't matter. These matmuls and copies take only milliseconds and run at the
-highest clock, so no step exceeds their burst rates. The sustained rate of a large matmul, once the GPU is
-power-limited, is only a reference and not a bound: a step draws less power and runs at a higher clock, so its
-matmuls can be faster.
+The two times are added, because the optimizer can't start before it has all gradients. (The roofline model of
+Williams, Waterman & Patterson 2009 takes the maximum instead.) Both rates are measured in the same process, with
+matmuls and copies so large that launches and caches don't matter. These matmuls and copies take only milliseconds
+and run at the highest clock, so no step exceeds their burst rates. The sustained rate of a large matmul, once the
+GPU is power-limited, is only a reference and not a bound: a step draws less power and runs at a higher clock, so
+its matmuls can be faster.
 """
 
 import math
@@ -47,7 +47,7 @@ def needed_flops(config: StepConfig) -> float:
 
 
 def fp8_flops(config: StepConfig) -> float:
-    """Return the FLOPs of FP8 matmuls, which are those of FP8 layers' forward passes and inputs' gradients."""
+    """Return the FLOPs of the FP8 matmuls: the FP8 layers' forward passes, and the gradients of their inputs."""
     forward = forward_flops(config)
     return 2 * sum(forward[region] for region in ("attention.qkv", "attention.output", "ffn"))
 
@@ -84,7 +84,7 @@ def lower_bound(
     moments: str,
     ceilings: dict[str, float],
 ) -> dict[str, float]:
-    """Return ``matmul_ms``, ``memory_traffic_ms`` and their sum ``lower_bound_ms``.
+    """Return a dictionary with ``matmul_ms``, ``memory_traffic_ms`` and their sum, ``lower_bound_ms``.
 
     Args:
         precision: "fp8" if the linear layers of the blocks use FP8. For any other value, all matmuls count at the
@@ -109,8 +109,8 @@ def sustained_matmul_rate(device: str) -> dict[str, float]:
     """Repeat a large bf16 matmul for a second; return the rate, clock and power during the second half.
 
     Returns:
-        ``sustained_tflops``, ``sustained_clock_mhz`` and ``sustained_power_w``, or an empty dictionary on a CPU,
-        whose clock and power are not read.
+        A dictionary with ``sustained_tflops``, ``sustained_clock_mhz`` and ``sustained_power_w``. On a CPU, whose
+        clock and power are not read, it is empty.
     """
     if device != "cuda":
         return {}

@@ -27,7 +27,7 @@ def stochastic_bf16(
     index: np.ndarray,
     step: int,
 ) -> np.ndarray:
-    """Round fp32 to bf16 stochastically; return fp32.
+    """Round fp32 values stochastically to bf16 values; return them as fp32.
 
     The random bits come from the optimizer's hash, which is computed with NumPy's 32-bit integers.
 
@@ -51,7 +51,7 @@ def stochastic_bf16(
 
 
 def nearest_bf16(x: np.ndarray) -> np.ndarray:
-    """Round fp32 to the nearest bf16; return fp32."""
+    """Round fp32 values to the nearest bf16 values; return them as fp32."""
     return torch.from_numpy(x).bfloat16().float().numpy()
 
 
@@ -60,7 +60,7 @@ def numpy_adamw(
     gradients: list[np.ndarray],
     first: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute AdamW (Loshchilov & Hutter 2019, algorithm 2) in NumPy, with each operation rounded to fp32.
+    """Run AdamW (Loshchilov & Hutter 2019, algorithm 2) in NumPy, rounding each operation's result to fp32.
 
     Args:
         weight: the weights before the first step; fp32, of any shape.
@@ -106,7 +106,7 @@ def run_steps(
     steps: int,
     moments: torch.dtype,
 ) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
-    """Run the optimizer on random gradients; return the optimizer, and a list of gradients per parameter."""
+    """Run the optimizer on random gradients; return the optimizer, and each parameter's list of gradients."""
     model = make_parameters().to(device)
     optimizer = MasterAdamW(model, RATE, moments)
     generator = torch.Generator().manual_seed(1)
@@ -160,7 +160,7 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
 
 
 def falling_moment() -> dict[str, float]:
-    """Let second moments decay from 1, with gradients of standard deviation 0.5; return their mean at the end.
+    """Let second moments decay from 1, with gradients of standard deviation 0.5; return the final means.
 
     Returns:
         A dictionary with the mean for each way of storing the moments: ``v_fp32`` without rounding,

@@ -12,15 +12,15 @@ For each optimization and batch size, :meth:`Ladder.measure`
 3. trains on text, if the configuration asks for it.
 
 The steps are profiled after everything has been timed, because launches stay slower once a profiler has run in a
-process. Impossible readings are measured again, at most twice. A transform that changes neither operations nor
-numbers is rejected. Otherwise, a transform that has no effect, for example because it sets a misspelled attribute,
-would get a plausible row.
+process. Steps with impossible readings are measured again, at most twice. A transform that changes neither
+operations nor numbers is rejected. Otherwise, a transform that has no effect, for example because it sets a
+misspelled attribute, would get a plausible row.
 
 The learning rate is negligible while steps are timed or profiled, so that all steps run on the same weights.
 
-If an optimization doesn't apply, fails or runs out of memory, its row contains the reason. The loop then frees its
-memory and continues with the next optimization. Weights are on the device only while their optimization is
-measured.
+If an optimization doesn't apply, fails or runs out of memory, its row contains the reason. The loop then frees the
+optimization's memory and continues with the next optimization. An optimization's weights are on the device only
+while it is measured.
 """
 
 import gc
@@ -169,7 +169,7 @@ class Ladder(Loop):
         self.measure_limits()
 
     def compare_trained_gradients(self) -> None:
-        """Compare gradients with bf16 moments and FP8 to fp32 gradients again, after a hundred training steps.
+        """For bf16 moments and FP8, compare gradients with fp32 gradients again, after a hundred training steps.
 
         With random initial weights, the model amplifies the rounding errors of its first block in any number
         format; with trained weights, it doesn't.
@@ -240,7 +240,7 @@ class Ladder(Loop):
     # The record
 
     def measure_limits(self) -> None:
-        """Measure the device's peak and sustained rates, after freeing all other memory."""
+        """Measure the device's peak and sustained rates, after freeing the memory of all cases."""
         for case in self.cases:
             case.subject = None
         self.programs.clear()

@@ -1,6 +1,6 @@
 """Train on text after each optimization, from the same weights, to check that the loss curves agree.
 
-Training is repeated with three seeds for the first optimization, to show how much the loss curve depends on the
+With the first optimization, training is repeated with three seeds, to show how much the loss curve depends on the
 initial weights. The text comes from :mod:`stepscope.model.text`.
 """
 

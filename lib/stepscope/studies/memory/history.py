@@ -1,7 +1,8 @@
 """Classify each allocation in a recorded memory history, and add up the bytes of each kind at each phase's peak.
 
-The kinds are those of :data:`stepscope.model.accounting.KINDS`. A phase's peak is the moment when the most bytes
-are requested. Events are allocations and frees, numbered together from the start of the history.
+The kinds are those of :data:`stepscope.model.accounting.KINDS`. A phase's peak is the moment when the
+live allocations' requested bytes are at their maximum. Events are allocations and frees, numbered together from
+the start of the history.
 """
 
 import linecache
@@ -202,7 +203,7 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
 def live_bytes(table: pd.DataFrame, min_events: int = 0) -> np.ndarray:
     """Return the step's live bytes by kind (rows of :data:`LIVE`) after each event, as int64.
 
-    There is one column for the time before the first event, and one column after each event. If the table has
+    The first column is for the time before the first event, and one column follows per event. If the table has
     fewer than ``min_events`` events, the last column is repeated.
     """
     freed = table[np.isfinite(table["freed_at"])]
@@ -230,7 +231,7 @@ def _bytes_before(recording: MemoryHistory) -> np.ndarray:
 
 
 def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> list[dict]:
-    """Return one row for the peak of each phase, and one for the mode in total.
+    """Return one row for the peak of each phase, and one row for the peak of the whole mode.
 
     A row contains the memory by kind at the peak, and the allocation that reaches the peak. All sizes are in
     GiB. If a phase begins at its peak, no allocation reaches the peak; the allocation's size is then 0, and its

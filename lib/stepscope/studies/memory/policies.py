@@ -72,12 +72,12 @@ def length(part: int | Policy) -> int:
 
 
 def block_runs(policy: Policy) -> int:
-    """Return the number of forward passes of blocks in one step."""
+    """Return the number of block forward passes in one step."""
     return length(policy) + _reruns(policy)
 
 
 def _reruns(policy: Policy) -> int:
-    """Return the number of blocks' forward passes that backward runs again."""
+    """Return the number of block forward passes that backward runs again."""
     runs = 0
     for part in policy:
         if isinstance(part, int):

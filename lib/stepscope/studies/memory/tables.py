@@ -138,7 +138,7 @@ def checkpoint_rows(
     Args:
         times, readings: as in :class:`stepscope.measure.Results`.
         expected: values of additional columns by case, such as the predicted peak.
-        block_runs: the number of forward passes of blocks in one step, by case; only for cases whose step was
+        block_runs: the number of block forward passes in one step, by case; only for cases whose step was
             completed.
         blocks: the number of the model's blocks.
     """
@@ -205,7 +205,7 @@ def peaks_at_backward_start(total: pd.Series) -> bool:
 
 
 def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
-    """Return the arguments of :func:`stepscope.figures.memory.memory_timeline`.
+    """Return the arguments for :func:`stepscope.figures.memory.memory_timeline`.
 
     These are a title, the timeline of one configuration, and the peaks of its modes.
 
@@ -234,7 +234,7 @@ def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
 def one_level(tables: Tables) -> pd.DataFrame:
     """Return the rows of forward and backward with one level of checkpoints, for one model size.
 
-    The size is the one with the most checkpoint settings; of several such sizes, it is the largest.
+    The size is the one with the most checkpoint settings; if several sizes tie, the largest is used.
 
     The rows are ordered by context length, and then by blocks per checkpoint. Rows without checkpoints come last.
 

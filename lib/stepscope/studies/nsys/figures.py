@@ -24,7 +24,7 @@ ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # names of lanes,
 
 
 def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
-    """Draw one bar per row; label each part with its share if the share is greater than ``least``."""
+    """Draw one stacked bar per row; label each segment whose share is greater than ``least``."""
 
     def label(name: str, row: int) -> str:
         return number(shares[name].iloc[row], "%")
@@ -141,7 +141,7 @@ def _in_window(
 
 
 def _spans_us(rows: pd.DataFrame, start: str, duration: str) -> list[tuple[float, float]]:
-    """Return the start and duration in µs of each row that is drawn."""
+    """Return the start and duration in µs of each drawn row."""
     drawn = _in_window(rows, start, duration)
     starts_us = drawn[start] / 1e3
     durations_us = drawn[duration] / 1e3

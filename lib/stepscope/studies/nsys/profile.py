@@ -72,10 +72,10 @@ WINDOW_NS = 2_000_000
 
 
 def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profile":
-    """Start a process under the profiler that runs ``ranged`` for every mode, and read the resulting profile.
+    """Run ``ranged`` for every mode in a new process under the profiler, and read the resulting profile.
 
     If the GPU time of profiled steps exceeds the wall time of unprofiled steps, or if profiled steps differ from
-    each other, everything is profiled again, at most twice. Readings that stay impossible are marked.
+    each other, everything is profiled again, at most twice. Readings that are still impossible are marked.
 
     Args:
         ranged: runs one step in NVTX ranges; its arguments are the step, the annotation and ``synchronize``.
@@ -280,7 +280,7 @@ class Profile:
 
     @cached_property
     def clocks(self) -> pd.DataFrame:
-        """The times of profiled steps by phase, without the named steps, and the times of unprofiled steps."""
+        """The times of profiled steps by phase (excluding the named steps), and the times of unprofiled steps."""
         unprofiled = self._unprofiled_clocks()
         if not self.has_capture:
             return unprofiled

@@ -60,7 +60,7 @@ SCHEMAS = {
 
 
 def tables(frames: Tables) -> Tables:
-    """Classify operations again, so that runs recorded by older versions get the current kernel categories."""
+    """Reclassify the operations, so that runs recorded by older versions get the current kernel categories."""
     operations = frames["operations"]
     categories = kernel_categories(operations["name"]).astype(str)
     return frames | {"operations": operations.assign(kernel_category=categories)}

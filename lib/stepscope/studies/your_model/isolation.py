@@ -33,8 +33,8 @@ def call_isolated(
     """Call ``function(*arguments)`` in a new process, and return its result.
 
     Args:
-        preload: additional modules that the server imports when it starts, at the first call. Modules that aren't
-            installed are skipped.
+        preload: additional modules that multiprocessing's fork server imports when it starts, at the first call.
+            Modules that aren't installed are skipped.
 
     Raises:
         ProcessFailed: If the process crashes, is killed, or takes longer than ``limit_s`` seconds, or if the
@@ -82,7 +82,7 @@ def _short(path: str) -> str:
 
 
 def _send(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call the function in the new process, and send its result or its error."""
+    """Call the function in the new process, and send back its result or its error."""
     try:
         result = function(*arguments)
     except StepscopeError as error:

@@ -90,7 +90,8 @@ class Ladder:
     def measure_group(self, names: Sequence[str], before: Outcome) -> Outcome:
         """Measure alternatives on top of the kept optimizations, and keep the fastest.
 
-        Return the fastest step so far.
+        Returns:
+            The fastest step so far.
         """
         best = before
         kept = self.kept
@@ -183,17 +184,17 @@ def is_launch_bound(row: Mapping[str, Any]) -> bool:
 
 
 def duration_ms(outcome: Outcome) -> float:
-    """Return the wall time by which steps are compared: the median, or the fastest if the step is launch-bound."""
+    """Return the wall time by which steps are compared: the median, or the minimum if the step is launch-bound."""
     row = outcome.row
     return row.get("wall_min_ms" if is_launch_bound(row) else "wall_ms", math.nan)
 
 
 def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Return why an optimization isn't kept, or "" if it is kept; at least one step must be launch-bound.
+    """Return why an optimization isn't kept, or "" if it is kept.
 
-    The wall times of launch-bound steps are less reproducible, so the times must differ by a larger factor. An
-    optimization that saves GPU time is kept even if the wall time doesn't improve, because a later CUDA graph
-    removes the launches and then shows the gain.
+    At least one of the two steps must be launch-bound. The wall times of launch-bound steps are less reproducible,
+    so the times must differ by a larger factor. An optimization that saves GPU time is kept even if the wall time
+    doesn't improve, because a later CUDA graph removes the launches and then shows the gain.
     """
     speedup = before.get("wall_min_ms", math.nan) / row.get("wall_min_ms", math.nan)
     gpu_speedup = before.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)

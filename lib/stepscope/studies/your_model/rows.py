@@ -79,7 +79,7 @@ class Outcome:
     Args:
         row: a row of the table of steps.
         kernels: the kernels of the profiled step; None if the step wasn't profiled.
-        signature: equal for steps that do the same work; None if unknown.
+        signature: a value that is equal for steps that do the same work; None if unknown.
         facts: facts about the model; None unless the row is fp32.
     """
 

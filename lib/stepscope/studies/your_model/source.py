@@ -77,7 +77,7 @@ class Source:
 
 
 def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
-    """Find the function that builds a model, without running the function's file.
+    """Find the function that builds a model, without running the file that defines the function.
 
     Args:
         model: "FILE.py:FUNCTION", "package.module:FUNCTION", or a function that a notebook's cell defines.

@@ -116,7 +116,7 @@ def _grouped_matmul_flops(a, b, *_, out_shape=None, **options) -> int:
 def _recurrent_flops(x, weights, second_weight, *_, **options) -> int:
     """Return the FLOPs of an LSTM, GRU or RNN from the shapes of its inputs.
 
-    Each token is multiplied by each weight matrix.
+    For each token, each weight matrix is multiplied by one vector.
 
     cuDNN's operator takes the weights of all layers as a list, and oneDNN's operator takes the two matrices of one
     layer.
@@ -185,7 +185,7 @@ def examine(subject: UserSubject) -> dict[str, Any]:
 def varying_line(subject: UserSubject) -> str:
     """Run forward a few more times, and return the first line of the user's code that doesn't repeat its work.
 
-    Such a line calls other operators, or its results have other shapes, than in the first of these passes. The
+    The line's operators, or the shapes of their results, differ from those in the first of these passes. The
     cause may be a random number that is drawn in Python, as in layer dropping.
 
     Returns:
@@ -230,7 +230,7 @@ class SynchronizationWatch(TorchDispatchMode):
 
 
 class RepetitionWatch(TorchDispatchMode):
-    """Record the operators of a forward pass and the shapes of their results, and compare both with another pass.
+    """Record a forward pass's operators and the shapes of their results, and compare both with another pass's.
 
     Args:
         expected: the calls of the other pass; None if this is the first pass.
