@@ -210,7 +210,7 @@ def test_errors_do_not_render_markup_from_unusable_runs(runs):
 
 
 def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield changes to one column, as pairs of the change's name and the changed copy of the table."""
+    """Yield copies of the table with one changed column, as pairs of the change's name and the copy."""
     yield "text", table.assign(**{column: "<b>x</b>"})
     yield "nothing", table.assign(**{column: None})
     yield "no number", table.assign(**{column: np.nan})

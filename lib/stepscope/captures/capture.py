@@ -401,7 +401,7 @@ def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _with_operator_work(operations: pd.DataFrame, trace: Trace, external_ids: np.ndarray) -> pd.DataFrame:
-    """Add the FLOPs and dtype of each operation's operator, and the bytes of a generated kernel's arguments.
+    """Add columns: FLOPs and dtype of the launching operator, and the size of a generated kernel's arguments.
 
     If an operator runs several kernels, each of them gets the operator's total.
     """
@@ -418,7 +418,7 @@ def _with_operator_work(operations: pd.DataFrame, trace: Trace, external_ids: np
 
 
 def _operator_work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
-    """Return a matmul's FLOPs (2 m n k) and dtype, and the bytes of a generated kernel's tensors.
+    """Return an operator's FLOPs (2 m n k) and dtype if it is a matmul, and otherwise the bytes of its tensors.
 
     Unknown numbers are -1, and an unknown dtype is "".
     """

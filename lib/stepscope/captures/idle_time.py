@@ -295,7 +295,7 @@ def _short_frame(frame: str) -> str:
 
 
 def sum_by_cause(gaps: pd.DataFrame, steps: int) -> pd.DataFrame:
-    """Sum the times of gaps by the columns cause, call and where; sort the sums in descending order.
+    """Sum the durations of gaps, grouped by cause, call and where; sort the sums in descending order.
 
     Returns:
         A table with the columns cause, call, where ("" for the causes launch and unknown), ms (per step),

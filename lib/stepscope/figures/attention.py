@@ -13,7 +13,7 @@ MIN_TICK_RATIO = 4  # minimum ratio of neighboring labeled context lengths; clos
 
 @style.look()
 def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw the forward and backward GPU time against the context length, with one line per implementation.
+    """Plot the forward and backward GPU time against the context length, with one line per implementation.
 
     Args:
         rows: rows of the view ``attention``, for one head dimension and precision.

@@ -34,7 +34,7 @@ def phases(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def busy(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw the GPU's busy time, as a share of wall time, against the context length.
+    """Plot the GPU's busy time, as a share of wall time, against the context length.
 
     There is one line per size. Hollow points mark GPU-bound steps.
 

@@ -201,7 +201,7 @@ def _points(axes: Axes, points: pd.DataFrame, color: str) -> None:
 
 @style.look()
 def fp8(title: str, rows: pd.DataFrame) -> Picture:
-    """Draw FP8's speedup in GPU time against the tokens per step, with one line per size (view ``fp8``)."""
+    """Plot FP8's speedup in GPU time against the tokens per step, with one line per size (view ``fp8``)."""
     tokens = sorted(rows.tokens.unique())
     drawn, axes = style.figure(title)
     ends = style.lines(axes, rows, "tokens", "gpu_speedup", "size", SIZE_COLORS)

@@ -8,7 +8,7 @@ from stepscope.report import style
 
 @style.look()
 def precision_gain(title: str, gains: pd.DataFrame) -> style.Picture:
-    """Draw a precision's speedup against the context length, with one line per size.
+    """Plot a precision's speedup against the context length, with one line per size.
 
     Args:
         gains: rows of the view ``precision_gains``, for one precision and mode.
@@ -28,7 +28,7 @@ def precision_gain(title: str, gains: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def norms(title: str, outputs: pd.DataFrame) -> style.Picture:
-    """Draw the relative error of LayerNorm's output against the inputs' scale, with one line per precision.
+    """Plot the relative error of LayerNorm's output against the inputs' scale, with one line per precision.
 
     Args:
         outputs: rows of the view ``layer_norm``, for the part "output".

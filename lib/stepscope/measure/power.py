@@ -213,9 +213,9 @@ def median_clock(readings: Sequence[Reading]) -> float:
 
 
 def clock_reasons(readings: Sequence[Reading]) -> str | None:
-    """Return the reasons for a lowered clock in any of the readings, such as "power cap; thermal".
+    """Return the clock throttling reasons that any of the readings reports, such as "power cap; thermal".
 
-    The result is "" if there was no such reason, and None if none of the readings reports reasons.
+    The result is "" if no reading shows throttling, and None if no reading reports reasons.
     """
     known = [int(reading.clock_reasons) for reading in readings if not isnan(reading.clock_reasons)]
     if not known:

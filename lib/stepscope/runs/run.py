@@ -2,9 +2,9 @@
 
 An error in a cell tagged ``show`` doesn't fail the run, because such cells only display results.
 
-Each run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in a separate session, together
-with all processes that it starts, such as the kernel, nsys and compile workers. All of these processes have the
-run's folder in their environment, so that we can find and kill them together. The processes' temporary folder is
+Each run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in its own session, which it
+shares with all processes that it starts, such as the kernel, nsys and compile workers. An environment variable of
+these processes holds the run's folder, so that we can find and kill them together. Their temporary folder is
 inside the run's folder, so that no files remain elsewhere.
 """
 

@@ -290,10 +290,10 @@ def checkpoints(data: Views) -> pd.DataFrame:
 
     ``best_group`` is the number of blocks per checkpoint, k (a real number), that minimizes the total memory of
     N/k checkpoint inputs (``input_mib`` each) and of the tensors that k blocks save (``block_saved_mib`` per
-    block): k = sqrt(N x input / saved). ``added_gib`` is the memory that each block after a checkpoint's first
-    block adds to the peak. By formula, it is the memory that a block saves minus its gradients' memory, because
-    the peak occurs when backward reaches the first checkpoint, and by then the gradients of all later blocks
-    are allocated.
+    block): k = sqrt(N x input / saved). ``added_gib`` is the memory that each block beyond a checkpoint's first
+    block adds to the peak. According to the formula, it is the memory that a block saves minus its gradients'
+    memory, because the peak occurs when backward reaches the first checkpoint, and by then the gradients of all
+    later blocks are allocated.
     """
     frame = data.table("memory.checkpoints")
     frame = frame.rename(columns={"expected_saved_gib": "formula_saved_gib"})

@@ -23,7 +23,7 @@ def time_and_memory(
     passes: pd.DataFrame,
     metric: str,
 ) -> style.Picture | None:
-    """Draw time and saved memory against the context length, with a line for each implementation.
+    """Plot time and saved memory against the context length, with a line for each implementation.
 
     Return None if nothing ran.
 

@@ -1,7 +1,7 @@
-"""Train on text after each optimization, from the same weights, to check that the loss curves agree.
+"""Train on text with each optimization added, from the same weights, to check that the loss curves agree.
 
-With the first optimization, training is repeated with three seeds, to show how much the loss curve depends on the
-initial weights. The text comes from :mod:`stepscope.model.text`.
+For the first optimization, training is run with three different seeds, to show how much the loss curve depends on
+the initial weights. The text comes from :mod:`stepscope.model.text`.
 """
 
 import pandas as pd
