@@ -305,8 +305,8 @@ class Loop:
     def profile_steps(self, case: Case, subject: TrainedSubject) -> None:
         """Profile steps back to back, and report the GPU time of the fastest step.
 
-        If the steps are power-limited, they are profiled for a second, and the median step is reported, because the
-        GPU's clock fluctuates.
+        If the steps are power-limited, they are profiled for a second, and the median step is reported, because
+        the GPU's clock fluctuates.
 
         Raises:
             RuntimeError: If the profiler recorded nothing.
