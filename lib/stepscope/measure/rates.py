@@ -63,7 +63,7 @@ def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, 
 def fastest_ms(device: str, work: Callable[[], object]) -> float:
     """Return the time in ms of the fastest of :data:`REPEATS` calls of ``work``, after :data:`WARMUPS` warm-ups.
 
-    The GPU's clock sometimes falls during a few calls, so the median rate can be a third below the peak rate.
+    In some runs, the median of five bf16 matmuls was a third slower than in others, for an unknown reason.
     """
 
     def step(phase: Phases) -> None:

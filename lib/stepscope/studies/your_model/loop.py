@@ -43,6 +43,7 @@ GROUPS = (
 NEEDS = {"bf16_moments": "bf16_weights"}
 MIN_SPEEDUP = 1.01  # an optimization is kept if its speedup exceeds this minimum
 MIN_SPEEDUP_POWER_LIMITED = 1.03
+SLOWER_ALTERNATIVE = "it helps, but its alternative is faster"
 COLUMNS = ("optimization", "stack", "kept", "status", "reason", *MEASURES, "clock_reasons", "inconsistent")
 
 
@@ -58,6 +59,7 @@ class Ladder:
         self.source = source
         self.config = config
         self.folder = folder
+        self.libraries = libraries_in(source.path.read_text("utf-8", errors="replace"))
         self.outcomes: dict[str, Outcome] = {}
         self.modules = pd.DataFrame()
         self.kept: tuple[str, ...] = ()
@@ -103,9 +105,10 @@ class Ladder:
             is_timed = "wall_ms" in outcome.row  # a row can have times even if profiling failed
             reason = why_dropped(outcome, before) if is_timed else outcome.row["reason"]
             if not reason and best is not before:
-                slower = outcome if duration_ms(outcome) > duration_ms(best) else best
-                slower.row |= {"kept": "no", "reason": "it helps, but its alternative is faster"}
-                reason = slower.row["reason"] if slower is outcome else ""
+                if duration_ms(outcome) > duration_ms(best):
+                    reason = SLOWER_ALTERNATIVE
+                else:
+                    best.row |= {"kept": "no", "reason": SLOWER_ALTERNATIVE}
             if not reason:
                 best = outcome
                 self.kept = stack
@@ -153,8 +156,7 @@ class Ladder:
             StepscopeError: If the process failed, or the model can't be built or trained.
         """
         job = Job(self.source, self.config, self.folder, name, stack)
-        preload = libraries_in(self.source.path.read_text())
-        return call_isolated(function, self.config.limit_s, job, preload=preload)
+        return call_isolated(function, self.config.limit_s, job, preload=self.libraries)
 
     @property
     def steps(self) -> pd.DataFrame:
@@ -204,9 +206,10 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
     saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
     if is_faster or saves_gpu_time or math.isnan(speedup):
         return ""
+    ratio = f"{number(speedup, 'x')} the speed of the last kept step"
     if speedup < 1 / (1 + MIN_LAUNCH_BOUND_GAIN):
-        return in_words(speedup)
-    return f"{in_words(speedup)}, which is within the noise of launch-bound steps"
+        return f"slower: {ratio}"
+    return f"not clearly faster: {ratio}, which is within the noise of launch-bound steps"
 
 
 def why_dropped(outcome: Outcome, before: Outcome) -> str:
@@ -225,9 +228,5 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
         return (
             "it changes nothing: operations, loss, optimizer and launch are the same as in the last kept step"
         )
-    return in_words(speedup)
-
-
-def in_words(speedup: float) -> str:
     word = "slower" if speedup < 1 / MIN_SPEEDUP else "no faster"
     return f"{word}: {number(speedup, 'x')} the speed of the last kept step"
