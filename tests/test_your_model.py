@@ -299,6 +299,24 @@ def test_find_blocks_returns_the_longest_list_of_modules_of_one_type():
     assert any_model.find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
 
 
+def test_varying_shapes_share_compiled_code(monkeypatch):
+    compiled = []
+
+    def compiler(graph, inputs):
+        compiled.append(inputs)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
+    for varies, expected in ((False, 5), (True, 2)):
+        torch._dynamo.reset()
+        compiled.clear()
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        any_model.compile_module(model, varies)
+        for length in range(4, 9):
+            model(torch.ones(length, 2))
+        assert len(compiled) == expected
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_compile_module_compiles_both_pytorch_and_custom_module_types(monkeypatch, own):
     """PyTorch's own module types are tested, too, because ``nn.Sequential(...).compile()`` has no effect."""
@@ -618,6 +636,29 @@ def test_cuda_graph_is_not_tried_if_steps_do_different_work(simulated):
     assert row["status"] == "unsupported" and row["reason"].startswith("crop.py:12 does different work")
 
 
+def test_steps_that_do_different_work_are_compared_by_their_medians(simulated):
+    bound = {"busy": 0.4, "enqueue_ms": 90.0}
+    fp32 = outcome("fp32", 100.0, wall_min_ms=80.0, gpu_ms=40.0, **bound)
+    fp32.facts, fp32.varies = {"varying": "crop.py:12"}, True
+    others = {
+        "tf32": outcome("tf32", 70.0, wall_min_ms=69.0, gpu_ms=28.0, **bound),
+        "bf16": outcome("bf16", 71.0, wall_min_ms=20.0, gpu_ms=10.0, **bound),
+    }
+    for other in others.values():
+        other.varies = True
+    steps = simulated({"fp32": fp32, **others})[0].steps.set_index("optimization")
+    assert steps["kept"].to_dict() == {"fp32": "yes", "tf32": "yes", "bf16": "no"}
+    assert steps.loc["tf32", "speedup"] == pytest.approx(100 / 70)
+
+
+def test_step_that_only_saves_gpu_time_says_so(simulated):
+    bound = {"busy": 0.4, "enqueue_ms": 90.0}
+    fp32 = outcome("fp32", 100.0, wall_min_ms=80.0, gpu_ms=40.0, **bound)
+    bf16 = outcome("bf16", 100.0, wall_min_ms=82.0, gpu_ms=20.0, **bound)
+    row = simulated({"fp32": fp32, "bf16": bf16})[0].steps.set_index("optimization").loc["bf16"]
+    assert row["kept"] == "yes" and "from 40.0 ms to 20.0 ms" in row["reason"]
+
+
 # -- time by module -------------------------------------------------------------------------------------------
 
 
@@ -776,7 +817,7 @@ def test_notebook_measures_a_convolutional_network_and_an_edited_file_is_a_new_r
 def test_launch_bound_step_is_kept_if_it_saves_gpu_time_or_is_clearly_faster(
     gpu_ms, wall_min_ms, busy, is_kept
 ):
-    before = {"wall_ms": 40.5, "wall_min_ms": 40.0, "gpu_ms": 38.0}
-    row = {"wall_ms": wall_min_ms + 1, "wall_min_ms": wall_min_ms, "gpu_ms": gpu_ms}
-    row |= {"busy": busy, "enqueue_ms": 50.0}
-    assert (why_dropped_launch_bound(row, before) == "") == is_kept
+    before = outcome("fp32", 40.5, wall_min_ms=40.0, gpu_ms=38.0)
+    times = {"wall_min_ms": wall_min_ms, "gpu_ms": gpu_ms, "busy": busy, "enqueue_ms": 50.0}
+    after = outcome("tf32", wall_min_ms + 1, **times)
+    assert (why_dropped_launch_bound(after, before) == "") == is_kept

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import nan
+from time import sleep
 from typing import Any
 
 import pandas as pd
@@ -22,6 +23,9 @@ from stepscope.traces.profiled_steps import fastest_step
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 20
+# An H200 runs 30 large bf16 matmuls at 790 TFLOP/s, and then reaches its power limit and runs them at 690 TFLOP/s.
+# An idle second restores the higher rate.
+PAUSE_S = 1.0
 SHEET_RATES = {"fp16": "bf16"}  # data sheets give one rate for both
 # The columns that are computed from the FLOPs of our model.
 FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]
@@ -63,8 +67,10 @@ def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, 
 def fastest_ms(device: str, work: Callable[[], object]) -> float:
     """Return the time in ms of the fastest of :data:`REPEATS` calls of ``work``, after :data:`WARMUPS` warm-ups.
 
-    In some runs, the median of five bf16 matmuls was a third slower than in others, for an unknown reason.
+    A GPU first idles for :data:`PAUSE_S` seconds, so that its clock isn't lowered by earlier work.
     """
+    if device == "cuda":
+        sleep(PAUSE_S)
 
     def step(phase: Phases) -> None:
         with phase("work"):

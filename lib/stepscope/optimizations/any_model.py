@@ -86,18 +86,22 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [*dict.fromkeys(block for blocks in lists for block in blocks if type(block) is block_type)]
 
 
-def compile_module(module: nn.Module) -> None:
+def compile_module(module: nn.Module, varies: bool = False) -> None:
     """Compile a module in place.
+
+    If shapes vary between steps, PyTorch compiles code for all shapes when it meets a second shape. Otherwise, it
+    compiles code for each shape, which is faster if there are only a few.
 
     PyTorch doesn't compile functions that its own files define, so ``compile()`` does nothing for a type such
     as ``nn.Sequential`` or ``nn.TransformerEncoderLayer``. Instead, a function that calls its ``forward`` is
     compiled.
     """
+    dynamic = None if varies else False
     if not type(module).__module__.startswith("torch.nn."):
-        module.compile(dynamic=False)
+        module.compile(dynamic=dynamic)
         return
     forward = module.forward
-    module.forward = torch.compile(lambda *inputs, **named: forward(*inputs, **named), dynamic=False)
+    module.forward = torch.compile(lambda *inputs, **named: forward(*inputs, **named), dynamic=dynamic)
 
 
 def compiled_blocks(subject: TrainedSubject) -> str | None:
@@ -105,13 +109,13 @@ def compiled_blocks(subject: TrainedSubject) -> str | None:
     if not blocks:
         return "the model has no ModuleList or Sequential of two or more blocks of one type"
     for block in blocks:
-        compile_module(block)
+        compile_module(block, subject.varies)
     subject.compiles = True
     return None
 
 
 def compiled_model(subject: TrainedSubject) -> None:
-    compile_module(subject.model)
+    compile_module(subject.model, subject.varies)
     subject.compiles = True
 
 

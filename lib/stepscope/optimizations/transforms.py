@@ -54,6 +54,7 @@ class TrainedSubject(Subject):
     precision, moments: the number formats of matmuls and of AdamW's moments, which determine FLOP rates and lower
         bounds.
     compiles: whether the first call of the step compiles.
+    varies: whether operators or shapes change between steps.
     """
 
     make_batch: Callable[[], tuple[Tensor, ...]] = field(kw_only=True)
@@ -64,6 +65,7 @@ class TrainedSubject(Subject):
     precision: str = field(default="fp32", kw_only=True)
     moments: str = field(default="fp32", kw_only=True)
     compiles: bool = field(default=False, kw_only=True)
+    varies: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self.find_parameters()

@@ -24,14 +24,18 @@ DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 def model_steps(data: Views) -> pd.DataFrame:
     """Return one row per optimization of a user's model, in the order in which they were measured.
 
-    ``best_ms`` is the fastest step's wall time. It is given only if the steps are launch-bound, because
-    ``speedup`` then compares the fastest steps.
+    ``best_ms`` is the fastest step's wall time. It is given only if ``speedup`` compares the fastest steps: the
+    steps are launch-bound, and all of them do the same work.
     """
     steps = data.table("your_model.steps")
+    results = data.table("your_model.results").reindex(columns=["run_id", "varying"])
+    varying = steps["run_id"].map(results.set_index("run_id")["varying"])
+    repeats_work = varying.isna() | (varying == "")
+    has_best = launch_bound_rows(steps) & steps["enqueue_ms"].notna() & repeats_work
     return steps.assign(
         name=steps["optimization"].map(NAMES | OTHER_NAMES),
         quartiles=quartiles(steps),
-        best_ms=steps["wall_min_ms"].where(launch_bound_rows(steps) & steps["enqueue_ms"].notna()),
+        best_ms=steps["wall_min_ms"].where(has_best),
         **DRAWN,
     )
 

@@ -6,9 +6,9 @@
     ladder.results     the model's parameters and FLOPs, and the optimizations that were kept
 
 Each optimization runs in a new process, because a failed CUDA graph, a crash or a compiler that hangs can leave a
-process unusable. An optimization is kept if it makes the step faster than the fastest step so far. Compiling the
-blocks and compiling the complete model are alternatives: both are measured on top of the same optimizations, and
-the faster alternative is kept.
+process unusable. An optimization is kept if it makes the step faster than the fastest step so far, or if the step
+is launch-bound and the optimization saves GPU time. Compiling the blocks and compiling the complete model are
+alternatives: both are measured on top of the same optimizations, and the faster alternative is kept.
 """
 
 import math
@@ -112,6 +112,7 @@ class Ladder:
             if not reason:
                 best = outcome
                 self.kept = stack
+                reason = remark_on_kept(outcome, before)
             self.keep(outcome, name, stack, best, reason)
         return best
 
@@ -147,6 +148,8 @@ class Ladder:
             flops = facts.get("flops") or math.nan  # 0 means that the counter knows none of the operators
             row["mfu"] = flops / row["wall_ms"] / 1e9 / row.get("sheet_tflops", math.nan)
         wall = number(row["wall_ms"], "ms") if "wall_ms" in row else ""
+        if wall and duration_ms(outcome) != row["wall_ms"]:
+            wall += f" (fastest {number(duration_ms(outcome), 'ms')})"
         print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
 
     def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
@@ -155,7 +158,8 @@ class Ladder:
         Raises:
             StepscopeError: If the process failed, or the model can't be built or trained.
         """
-        job = Job(self.source, self.config, self.folder, name, stack)
+        varies = FP32 in self.outcomes and self.outcomes[FP32].varies
+        job = Job(self.source, self.config, self.folder, name, stack, varies)
         return call_isolated(function, self.config.limit_s, job, preload=self.libraries)
 
     @property
@@ -186,25 +190,34 @@ def is_launch_bound(row: Mapping[str, Any]) -> bool:
 
 
 def duration_ms(outcome: Outcome) -> float:
-    """Return the wall time by which steps are compared: the median, or the minimum if the step is launch-bound."""
-    row = outcome.row
-    return row.get("wall_min_ms" if is_launch_bound(row) else "wall_ms", math.nan)
+    """Return the wall time by which steps are compared.
+
+    This is the median, or the minimum if the step is launch-bound and always does the same work.
+    """
+    return wall_ms(outcome, is_launch_bound(outcome.row))
 
 
-def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+def wall_ms(outcome: Outcome, is_bound: bool) -> float:
+    name = "wall_min_ms" if is_bound and not outcome.varies else "wall_ms"
+    return outcome.row.get(name, math.nan)
+
+
+def why_dropped_launch_bound(outcome: Outcome, before: Outcome) -> str:
     """Return why an optimization isn't kept, or "" if it is kept.
 
     At least one of the two steps must be launch-bound. The wall times of launch-bound steps are less reproducible,
     so the times must differ by a larger factor. An optimization that saves GPU time is kept even if the wall time
-    doesn't improve, because a later CUDA graph removes the launches and then shows the gain.
+    doesn't improve, because a later CUDA graph removes the launches and then shows the gain. If steps do different
+    work, there can be no CUDA graph.
     """
-    speedup = before.get("wall_min_ms", math.nan) / row.get("wall_min_ms", math.nan)
-    gpu_speedup = before.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
+    row = outcome.row
+    speedup = wall_ms(before, True) / wall_ms(outcome, True)
+    gpu_speedup = before.row.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
     # A step that isn't launch-bound, such as a CUDA graph, has a reproducible time.
     min_speedup = 1 + MIN_LAUNCH_BOUND_GAIN if is_launch_bound(row) else MIN_SPEEDUP_POWER_LIMITED
     is_faster = speedup > min_speedup
     saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
-    if is_faster or saves_gpu_time or math.isnan(speedup):
+    if is_faster or (saves_gpu_time and not outcome.varies) or math.isnan(speedup):
         return ""
     ratio = f"{number(speedup, 'x')} the speed of the last kept step"
     if speedup < 1 / (1 + MIN_LAUNCH_BOUND_GAIN):
@@ -218,9 +231,10 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
     if not math.isfinite(row.get("loss_error", 0.0)):
         return "its loss isn't finite"
     if is_launch_bound(row) or is_launch_bound(before.row):
-        return why_dropped_launch_bound(row, before.row)
+        return why_dropped_launch_bound(outcome, before)
     speedup = duration_ms(before) / duration_ms(outcome)
-    min_speedup = MIN_SPEEDUP_POWER_LIMITED if measure.is_power_limited(row) else MIN_SPEEDUP
+    is_noisy = measure.is_power_limited(row) or outcome.varies
+    min_speedup = MIN_SPEEDUP_POWER_LIMITED if is_noisy else MIN_SPEEDUP
     # The speedup is NaN if the previous step ran out of memory, and therefore has no time.
     if speedup > min_speedup or math.isnan(speedup):
         return ""
@@ -230,3 +244,12 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
         )
     word = "slower" if speedup < 1 / MIN_SPEEDUP else "no faster"
     return f"{word}: {number(speedup, 'x')} the speed of the last kept step"
+
+
+def remark_on_kept(outcome: Outcome, before: Outcome) -> str:
+    """Return why a kept optimization is kept if it doesn't reduce the wall time, or "" if it does."""
+    is_bound = is_launch_bound(outcome.row) or is_launch_bound(before.row)
+    if not wall_ms(outcome, is_bound) >= wall_ms(before, is_bound):
+        return ""
+    before_gpu, gpu = (number(one.row["gpu_ms"], "ms") for one in (before, outcome))
+    return f"not faster, but its GPU time falls from {before_gpu} to {gpu}, which helps in a CUDA graph"

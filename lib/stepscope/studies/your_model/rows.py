@@ -37,6 +37,7 @@ class Job:
         folder: a folder that the processes share, for compiled code and the gradients of the fp32 step.
         name: the name of the row.
         stack: the optimizations to apply; the row fails if the last optimization doesn't apply.
+        varies: whether the model's operators or shapes change between steps.
     """
 
     source: Source
@@ -44,6 +45,7 @@ class Job:
     folder: Path
     name: str
     stack: tuple[str, ...]
+    varies: bool = False
 
     @property
     def transforms(self) -> list[Transform]:
@@ -63,6 +65,7 @@ class Job:
         os.environ["TRITON_CACHE_DIR"] = str(self.folder / COMPILED_CODE / "triton")
         measure.prepare(config.device)
         subject = make_subject(self.source, config.keywords, config.device, config.seed)
+        subject.varies = self.varies
         parameters = sum(parameter.numel() for parameter in subject.parameters.values())
         if parameters < SMALL and config.device == "cpu":
             import torch._inductor.config as inductor  # imported lazily: it loads the compiler
@@ -81,12 +84,14 @@ class Outcome:
         kernels: the kernels of the profiled step; None if the step wasn't profiled.
         signature: a value that is equal for steps that do the same work; None if unknown.
         facts: facts about the model; None unless the row is fp32.
+        varies: whether the steps do different work, so that the fastest step is not representative.
     """
 
     row: dict[str, Any]
     kernels: pd.DataFrame | None = None
     signature: Any = None
     facts: dict[str, Any] | None = None
+    varies: bool = False
 
 
 class RowLoop(Loop):
@@ -127,7 +132,8 @@ class RowLoop(Loop):
         ):  # a CPU's profile doesn't show compiled code
             signature = case.numbers, [*zip(kernels["name"], kernels["count"])]
         sheet_tflops = measure.sheet_tflops(case.precision, self.device)
-        return Outcome(case.row | {"sheet_tflops": sheet_tflops}, kernels, signature, self.facts)
+        varies = job.varies or bool((self.facts or {}).get("varying"))
+        return Outcome(case.row | {"sheet_tflops": sheet_tflops}, kernels, signature, self.facts, varies)
 
     def discard_profile(self, case: Case) -> None:
         """Keep only the unprofiled measurements of a case whose profile is inconsistent with them.
