@@ -36,8 +36,14 @@ PAGE = """\
 {summary}
 
 A speedup is in wall time, and over plain fp32. For steps that wait for the CPU, it compares the fastest steps.
-The next table shows what each optimization gains over the ones before it that helped. Below 1, an optimization
-saves GPU time in a step that waits for the CPU, so it is kept for the CUDA graph, which removes the waiting:
+The gradient error is that of the last kept step's first gradients, relative to fp32's. Models with random weights
+may amplify any rounding, so a large error needn't be the fault of an optimization: see the limits in
+[your-model.md](your-model.md).
+
+The next table shows the speedup of each optimization over the step before it. In parentheses are optimizations
+that were not kept, because they gain too little, or because the compiled model is faster than compiled blocks
+(or vice versa). An optimization that makes a step slower is kept if it saves GPU time in a step that waits for
+the CPU, because a CUDA graph removes the waiting.
 
 {gained}
 
@@ -85,6 +91,9 @@ def page(runs: Path) -> str:
                 "fp32, ms": steps["wall_ms"].iloc[0],
                 "fastest, ms": kept["wall_ms"].min(),
                 "speedup, x": kept["speedup"].max(),
+                "gradient error, %": kept["gradient_error"].iloc[-1],
+                "fp32, GiB": steps["peak_gib"].iloc[0],
+                "fastest, GiB": kept["peak_gib"].iloc[-1],
             }
         )
         for step in steps[steps["reason"] != ""].itertuples():
@@ -104,12 +113,17 @@ def page(runs: Path) -> str:
 
 
 def gain(steps: pd.DataFrame, step: Any) -> str:
-    """Return a kept step's speedup over the previous kept step, or the reason why the step wasn't kept."""
-    before = steps[(steps["kept"] == "yes") & (steps.index < step.Index)]
-    if step.kept == "yes":
-        return number(step.speedup / before["speedup"].iloc[-1], "x") if len(before) else ""
-    words = {"unsupported": "doesn't apply", "failed": "failed", "oom": "out of memory"}
-    return words.get(step.status, "no gain")
+    """Return a step's speedup over the previous kept step, or the reason why there is none."""
+    if step.status != "ok":
+        return {"unsupported": "doesn't apply", "failed": "failed", "oom": "out of memory"}[step.status]
+    is_before = (steps["kept"] == "yes") & (steps.index < step.Index) & steps["wall_ms"].notna()
+    if step.optimization == "compiled_model":  # an alternative to compiled blocks
+        is_before &= steps["optimization"] != "compiled_blocks"
+    before = steps[is_before]
+    if not len(before):
+        return ""
+    speedup = number(step.speedup / before["speedup"].iloc[-1], "x")
+    return speedup if step.kept == "yes" else f"({speedup})"
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.public_ladder import page
 from stepscope import PROJECT
 from stepscope.report.check import alike, differences
 from stepscope.report.output import Report, write
@@ -77,3 +78,9 @@ def test_alike_ignores_differences_in_the_last_digit(old, new, same):
 
 def test_committed_writeup_matches_the_records(campaign):
     assert differences(campaign.report, Path(str(PROJECT))) == []
+
+
+@pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
+def test_page_about_public_models_shows_its_records():
+    text = (PROJECT / "docs" / "public-models.md").read_text()
+    assert text == page(PROJECT / "runs" / "public") + "\n"
