@@ -1,9 +1,9 @@
 """Run the ladder on public models, which are built from their configurations without downloading anything.
 
-    python -m bench.public_ladder --runs runs/public                  every model
-    python -m bench.public_ladder --runs runs/public llama vit        some models
-    python -m bench.public_ladder --runs runs/public --check          only small versions of the models, on the CPU
-    python -m bench.public_ladder --runs runs/public --summary        only print the page docs/public-models.md
+    python -m bench.public_ladder --runs runs/public                       every model
+    python -m bench.public_ladder --runs runs/public llama vit:layers=6    some models, with arguments
+    python -m bench.public_ladder --runs runs/public --check               only small versions, on the CPU
+    python -m bench.public_ladder --runs runs/public --summary             only print docs/public-models.md
 
 The script needs transformers and torchvision, and skips the models of a package that isn't installed. Each model
 takes a few minutes on a GPU, mostly for compilation.
@@ -130,7 +130,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="models to run (default: all)")
+    parser.add_argument(
+        "models", nargs="*", help="models to run, as NAME or NAME:ARGUMENT=VALUE,… (default: all)"
+    )
     parser.add_argument("--runs", type=Path, required=True, help="folder of runs")
     parser.add_argument("--check", action="store_true", help="only check small versions of the models")
     parser.add_argument("--summary", action="store_true", help="only print a page about the runs")
@@ -138,10 +140,13 @@ def main() -> None:
     if options.summary:
         print(page(options.runs))
         return
-    for build, (kind, package) in MODELS.items():
-        name = build.__name__
-        if options.names and name not in options.names:
-            continue
+    builds = {build.__name__: build for build in MODELS}
+    for chosen in options.models or builds:
+        name, _, arguments = chosen.partition(":")
+        if name not in builds:
+            parser.error(f"got the model {name!r:.80}, but expected one of {', '.join(builds)}")
+        build = builds[name]
+        kind, package = MODELS[build]
         if find_spec(package) is None:
             print(f"{name}: skipped, because {package} is not installed")
         elif options.check:
@@ -152,6 +157,8 @@ def main() -> None:
         else:
             model = f"{Path(public_models.__file__).resolve()}:{name}"
             command = [sys.executable, "-m", "stepscope.cli", "ladder", model, "--runs", str(options.runs)]
+            for argument in filter(None, arguments.split(",")):
+                command += ["-p", argument]
             subprocess.run(command, check=False)
 
 
