@@ -81,7 +81,13 @@ RATES = (
 FIXED = "The same in all rows: "
 # Printed names for the values of key fields.
 LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
-WORDS = {"vocab_size": "vocabulary size", "kernel_category": "category", "checkpoint_policy": "policy"}
+# Only the attention study, whose model is one head, has d_model in its views' keys.
+WORDS = {
+    "vocab_size": "vocabulary size",
+    "kernel_category": "category",
+    "checkpoint_policy": "policy",
+    "d_model": "head dimension",
+}
 SELF_SPOKEN = ("size", "precision", "model")  # fields whose values are printed without the field's name
 ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "precision")
 
