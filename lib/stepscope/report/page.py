@@ -19,6 +19,8 @@ from markdown_it.token import Token
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("page.css")
+# Table cells of numbers, such as "19.8 ± 0.161", don't wrap; on paper, only cells with a long word break it.
+NUMBERS, LONG_WORD = re.compile(r"[-–]?[\d.,]+\S?( (±|to) [\d.,]+)?"), re.compile(r"\S{25}")
 SAFE = "/ :;=,'()&?!@*+$-._~"  # characters in an image's text that don't need escaping in a URL
 # The markers that begin and end a fold; each is a separate paragraph. Text from records can't contain a marker,
 # because escape() escapes "<".
@@ -156,7 +158,9 @@ class _Writer:
                 words = anchor_of(tokens[place + 1].content)
                 token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
             if align := token.attrGet("style"):  # the content security policy blocks inline styles
-                token.attrs = {"class": "right" if "right" in str(align) else "left"}
+                cell = tokens[place + 1].content
+                kind = " number" if NUMBERS.fullmatch(cell) else " long" if LONG_WORD.search(cell) else ""
+                token.attrs = {"class": ("right" if "right" in str(align) else "left") + kind}
             if token.children:
                 token.children = [self._inline(child, folder) for child in token.children]
         made = str(self.markdown.renderer.render(tokens, self.markdown.options, {}))
