@@ -40,11 +40,11 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
     axes.scatter(rows.wall_ms, heights, color=colors, s=36, zorder=3)
     for height, wall_ms in zip(heights, rows.wall_ms):
         text = number(wall_ms, "ms")
-        axes.annotate(text, (wall_ms, height), xytext=(7, 0), textcoords=OFFSET, va="center")
+        axes.annotate(text, (wall_ms, height), xytext=(8, 0), textcoords=OFFSET, va="center")
     axes.set_yticks(heights, [*rows.name])
     axes.grid(False, axis="y")
-    _reference(axes, rows.reference_ms.mask(is_peer), -2.2, INK, "FLOPs and bytes alone")
-    _reference(axes, rows.sustained_reference_ms.mask(is_peer), -1.2, MUTED, "matmuls at the sustained rate")
+    _reference(axes, rows.reference_ms.mask(is_peer), -2.2, INK, "FLOPs and bytes:")
+    _reference(axes, rows.sustained_reference_ms.mask(is_peer), -1.2, MUTED, "at sustained rate:")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
@@ -52,15 +52,16 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
 
 
 def _reference(axes: Axes, times_ms: pd.Series, top: float, color: str, label: str) -> None:
-    """Draw each row's time in ms as a vertical line over the row's height; label the last row's time at ``top``."""
+    """Draw each row's time in ms as a vertical line that begins at ``top``; label the first and the last time."""
     known = times_ms.reset_index(drop=True).dropna()
     if known.empty:
         return
     width = 1.2 if color == INK else 0.6
-    starts = [top if place == known.index[0] else place - 0.5 for place in known.index]
-    axes.vlines(known, starts, known.index + 0.5, color=color, linewidth=width, zorder=1)
+    edges = [edge for place in known.index for edge in (place - 0.5, place + 0.5)]
+    axes.plot(known.repeat(2), [top, *edges[1:]], color=color, linewidth=width, zorder=1)
+    ends = dict.fromkeys((digits(known.iloc[0]), number(known.iloc[-1], "ms")))
     axes.annotate(
-        f"{label} {number(known.iloc[-1], 'ms')}",
+        f"{label} {' to '.join(ends) if known.nunique() > 1 else number(known.iloc[0], 'ms')}",
         (known.iloc[0], top + 0.3),
         xytext=(4, 0),
         color=color,

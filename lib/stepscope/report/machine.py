@@ -84,7 +84,11 @@ FIXED = "The same in all rows: "
 LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
 WORDS = {"vocab_size": "vocabulary size", "kernel_category": "category", "checkpoint_policy": "policy"}
 SELF_SPOKEN = ("size", "precision", "model")  # fields whose values are printed without the field's name
-JOINED = (*SELF_SPOKEN, "mode")  # key fields that share one column, which identifies the row
+JOINED = (
+    *SELF_SPOKEN,
+    "mode",
+    "kernel_category",
+)  # key fields that share one column, which identifies the row
 ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "precision")
 
 
@@ -115,9 +119,11 @@ def machine_rates(views: Views) -> pd.DataFrame:
 
 
 def about(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return one row about a device's runs: its name, the newest run's software and CPU, and the number of runs."""
+    """Return one row about a device's runs: its name, their number, and the newest run's software and CPU."""
     newest = runs.sort_values("started_at").iloc[[-1]]
-    named = newest.rename(columns={"machine_cpu": "cpu"}).reindex(columns=["device", "torch", "driver", "cpu"])
+    named = newest.rename(columns={"machine_cpu": "cpu"}).reindex(
+        columns=["device", "torch", "driver", "cpu"]
+    )
     texts = named.astype(object).fillna("")
     return texts.assign(runs=len(runs)).reset_index(drop=True)
 
