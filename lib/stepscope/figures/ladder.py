@@ -52,16 +52,16 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
 
 
 def _reference(axes: Axes, times_ms: pd.Series, top: float, color: str, label: str) -> None:
-    """Draw each row's time in ms as a vertical line that begins at ``top``; label the first and the last time."""
+    """Draw each row's time in ms as a vertical line that begins at ``top``; label the longest and the shortest."""
     known = times_ms.reset_index(drop=True).dropna()
     if known.empty:
         return
     width = 1.2 if color == INK else 0.6
     edges = [edge for place in known.index for edge in (place - 0.5, place + 0.5)]
     axes.plot(known.repeat(2), [top, *edges[1:]], color=color, linewidth=width, zorder=1)
-    ends = dict.fromkeys((digits(known.iloc[0]), number(known.iloc[-1], "ms")))
+    ends = dict.fromkeys((digits(known.max()), digits(known.min())))
     axes.annotate(
-        f"{label} {' to '.join(ends) if known.nunique() > 1 else number(known.iloc[0], 'ms')}",
+        f"{label} {' to '.join(ends)} ms",
         (known.iloc[0], top + 0.3),
         xytext=(4, 0),
         color=color,

@@ -1,4 +1,4 @@
-"""Write a report that compares any runs folder with the reference machine, in tables and figures without claims.
+"""Write a report that compares any runs folder with the reference machine, in a summary, tables and figures.
 
 The report shows the writeup's views for which the folder contains data, next to the reference rows with the same
 keys. The reference comes from ``reference.parquet``, which is part of the package. The templates in ``machine/``
