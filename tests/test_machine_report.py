@@ -116,7 +116,7 @@ def test_report_renders_a_partial_folder_completely(reports, name):
     assert not report.errors
     studies = {run.parent.name for run in FOLDERS[name]}
     titles = [title.partition(" (")[0] for title in headings(text)]
-    assert titles[0] == "What was found"
+    assert titles[:2] == ["In short", "What was found"]
     for study, section in SECTIONS.items():
         is_cpu_only = "cpu" in name and study not in studies
         assert (section in titles) == (study in studies) or is_cpu_only, (section, titles)
@@ -153,7 +153,8 @@ def test_report_numbers_match_the_run(reports):
     _, text = reports("one run of benchmark")
     times = pd.read_parquet(H200 / "benchmark" / SMALL["benchmark"] / "times.parquet")
     totals = times[times["phase"] == "total"].set_index("mode")
-    [medians] = tables_of(text, "Medians")
+    medians, memory = tables_of(text, "Medians")
+    assert [*memory["mode"]] == [*medians["mode"]]
     shown = medians.set_index("mode")[["wall, ms", "GPU time, ms"]].astype(float)
     expected = totals[["wall_ms", "gpu_ms"]]
     for label, mode in {"forward + backward": "forward_backward", "full step": "step"}.items():
@@ -250,6 +251,41 @@ def test_second_report_removes_the_figures_of_the_first_report(reports, tmp_path
     (tmp_path / "figures" / "mine.svg").write_text("")
     write(reports("one run of memory")[0], tmp_path)
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["mine.svg"]
+
+
+def summary(text: str) -> dict[str, str]:
+    """Return the summary's points by their first word."""
+    [part] = re.findall(r"^## In short.*?\n(.*?)^### ", text, flags=re.M | re.S)
+    return {
+        point.split()[0].strip("*:"): point for point in re.findall(r"^\* (.*?)(?=^\*|\Z)", part, re.M | re.S)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "points"),
+    [
+        ("tour", ["GPU", "CPU", "Ladder", "Launch-bound", "What", "Your"]),
+        ("one run of ladder", ["GPU", "CPU", "Ladder", "What", "Your"]),
+        ("one run of benchmark", ["GPU", "CPU", "Your"]),
+        ("one run of memory", ["Your"]),
+    ],
+)
+def test_summary_contains_only_points_that_were_measured(reports, name, points):
+    _, text = reports(name)
+    assert [*summary(text)] == points
+    if "GPU" in points:
+        assert "GPU times are 1.00x the reference's" in summary(text)["GPU"]
+
+
+def test_summary_names_both_gpus_and_cpus_if_they_differ(tmp_path):
+    runs = copy_runs(tmp_path / "runs", H200 / "mixed_precision" / SMALL["mixed_precision"])
+    [path] = runs.glob("*/*/record.json")
+    record = json.loads(path.read_text())
+    record["machine"] |= {"device_name": "NVIDIA Other", "cpu": "CPU | 9"}
+    path.write_text(json.dumps(record))
+    points = summary(composed(runs)[1])
+    assert "NVIDIA Other" in points["GPU"] and "NVIDIA H200" in points["GPU"]
+    assert "CPU \\| 9" in points["CPU"] and "Intel" in points["CPU"]
 
 
 @pytest.mark.parametrize("study", SECTIONS)

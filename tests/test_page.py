@@ -354,3 +354,11 @@ def test_fold_title_is_escaped(title, shown):
     )
     assert f"<details><summary>{shown}</summary>\n<div>" in made
     assert "<script" not in made and not Elements(made).wrong
+
+
+def test_table_cells_are_classified_by_how_they_wrap():
+    cells = {"19.8 ± 0.161": "number", "58.3 to 58.6": "number", "93%": "number", "full step": "short"}
+    cells |= {"void_kernel_with_a_very_long_name": "long"}
+    made = page("\n".join(["| a |", "| :-- |", *(f"| {cell} |" for cell in cells)]), [], {})
+    for cell, kind in cells.items():
+        assert f'<td class="left {kind}">{cell}</td>' in made

@@ -365,9 +365,9 @@ def expected_training() -> Iterator[tuple[tuple, Row]]:
 def parts_ms(step: tuple, times: dict[str, float]) -> dict[str, float]:
     names = {"matrix multiply": "matmuls", "optimizer": "AdamW", "fused attention": "attention"}
     names["compiler-generated"] = "generated kernels"
-    ms = dict.fromkeys([*names.values(), "casts, copies, rest"], 0.0)
+    ms = dict.fromkeys([*names.values(), "other kernels"], 0.0)
     for category, value in times.items():
-        ms[names.get(category, "casts, copies, rest")] += value
+        ms[names.get(category, "other kernels")] += value
     return ms | {"between kernels": STEPS[step]["wall_ms"] - sum(times.values())}
 
 
@@ -421,7 +421,7 @@ def expected_roofline() -> Iterator[tuple[tuple, Row]]:
         streamed = layers * (tokens * (27 * d + 8 * f) + 5 * square)
         operations = layers * (tokens * (45 * d + 16 * f) + 12 * square)
         flops = forward_flops(case) if is_naive else dense_flops(case)
-        rest = ms["generated kernels"] + ms["casts, copies, rest"]
+        rest = ms["generated kernels"] + ms["other kernels"]
         work: dict[str, tuple[float, float, float]] = {
             "matmuls": (3 * flops, 3 * numbers * width, ms["matmuls"]),
             "AdamW": (14 * parameters(case), (28 if is_naive else 20) * parameters(case), ms["AdamW"]),

@@ -19,7 +19,7 @@ def phases(title: str, rows: pd.DataFrame) -> style.Picture:
     names = [*style.PHASE_COLORS]
     by_size = rows.set_index("size")
     shares = by_size[[f"{phase}_share" for phase in names]].set_axis(names, axis="columns")
-    drawn, axes = style.figure(title, 3.1)
+    drawn, axes = style.figure(title, 1.4 + 0.34 * len(rows))
     style.stacked_bars(
         axes,
         shares,
@@ -27,7 +27,7 @@ def phases(title: str, rows: pd.DataFrame) -> style.Picture:
         lambda phase, row: number(by_size[f"{phase}_ms"].iloc[row], "ms"),
     )
     style.without_axis(axes)
-    axes.set_xlabel("share of the step's GPU time")
+    axes.set_xlabel("GPU time of each phase; widths are shares of the step")
     drawn.legend(loc="outside lower center", ncols=4)
     return drawn
 

@@ -16,18 +16,15 @@ OFFSET = "offset points"
 def ladder(title: str, rows: pd.DataFrame) -> Picture:
     """Draw each configuration's wall time on a logarithmic axis, with Hugging Face's configurations in orange.
 
-    Dashed lines show two reference times for our fully optimized step: the time that its FLOPs and its memory
-    traffic take at burst rates, and the time if matmuls run at the sustained rate instead.
+    Lines show two reference times for each of our steps: the time that its FLOPs and its memory traffic take at
+    burst rates, and the time if matmuls run at the sustained rate instead.
 
     Args:
-        rows: rows of the view ``steps``, for one case, with our configurations in order.
+        rows: rows of the view ``steps``, for one case, with our configurations in order. Circles show the times in
+            the column ``wall_ms_there``, if there is one.
     """
     is_peer = rows.optimization.str.startswith("hugging_face")
-    ours = rows[~is_peer].tail(1)
-    reference_ms = ours.reference_ms.max()
-    sustained_ms = ours.sustained_reference_ms.max()
-    shortest = rows.wall_ms.min()
-    left = shortest if pd.isna(reference_ms) else min(reference_ms, shortest)
+    left = rows[["reference_ms", "wall_ms"]].min(axis=None)
     drawn, axes = style.figure(title, height=1.6 + 0.25 * len(rows))
     axes.set(
         xscale="log",
@@ -36,32 +33,36 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
         xlabel="milliseconds per step (log scale)",
     )
     heights = range(len(rows))
-    axes.hlines(heights, axes.get_xlim()[0], rows.wall_ms, color=GRID, linewidth=1.2, zorder=1)
+    axes.hlines(heights, *axes.get_xlim(), color=GRID, linewidth=0.8, zorder=1)
+    if "wall_ms_there" in rows:
+        axes.scatter(rows.wall_ms_there, heights, facecolors="none", edgecolors=MUTED, s=90, zorder=2)
     colors = is_peer.map({True: ORANGE, False: BLUE})
     axes.scatter(rows.wall_ms, heights, color=colors, s=36, zorder=3)
     for height, wall_ms in zip(heights, rows.wall_ms):
         text = number(wall_ms, "ms")
-        axes.annotate(text, (wall_ms, height), xytext=(7, 0), textcoords=OFFSET, va="center")
+        axes.annotate(text, (wall_ms, height), xytext=(8, 0), textcoords=OFFSET, va="center")
     axes.set_yticks(heights, [*rows.name])
     axes.grid(False, axis="y")
-    bottom = len(rows)
-    _reference(axes, reference_ms, (-2.2, bottom), INK, "FLOPs and bytes alone")
-    _reference(axes, sustained_ms, (-1.2, bottom), MUTED, "at the sustained rate")
+    _reference(axes, rows.reference_ms.mask(is_peer), -2.2, INK, "FLOPs and bytes:")
+    _reference(axes, rows.sustained_reference_ms.mask(is_peer), -1.2, MUTED, "at sustained rate:")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     return drawn
 
 
-def _reference(axes: Axes, ms: float, span: tuple[float, float], color: str, label: str) -> None:
-    """Draw a labeled dashed line at a time in ms; draw nothing if the time is NaN."""
-    if pd.isna(ms):
+def _reference(axes: Axes, times_ms: pd.Series, top: float, color: str, label: str) -> None:
+    """Draw each row's time in ms as a vertical line that begins at ``top``; label the longest and the shortest."""
+    known = times_ms.reset_index(drop=True).dropna()
+    if known.empty:
         return
     width = 1.2 if color == INK else 0.6
-    axes.vlines(ms, *span, color=color, linewidth=width, linestyle="--", zorder=1)
+    edges = [edge for place in known.index for edge in (place - 0.5, place + 0.5)]
+    axes.plot(known.repeat(2), [top, *edges[1:]], color=color, linewidth=width, zorder=1)
+    ends = dict.fromkeys((digits(known.max()), digits(known.min())))
     axes.annotate(
-        f"{label} {number(ms, 'ms')}",
-        (ms, span[0] + 0.3),
+        f"{label} {' to '.join(ends)} ms",
+        (known.iloc[0], top + 0.3),
         xytext=(4, 0),
         color=color,
         textcoords=OFFSET,

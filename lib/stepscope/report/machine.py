@@ -1,4 +1,4 @@
-"""Write a report that compares any runs folder with the reference machine, in tables and figures without claims.
+"""Write a report that compares any runs folder with the reference machine, in a summary, tables and figures.
 
 The report shows the writeup's views for which the folder contains data, next to the reference rows with the same
 keys. The reference comes from ``reference.parquet``, which is part of the package. The templates in ``machine/``
@@ -30,6 +30,7 @@ from stepscope.report.runs_list import left_out, runs_found
 from stepscope.report.tables import digits, escape, headed, missing, number
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
+from stepscope.studies.ladder.config import LADDER_OPTIMIZATIONS
 from stepscope.views import MissingTable, Views, all_views, unit_of, varying
 from stepscope.views.benchmark import MODE_NAMES
 from stepscope.views.ladder import NAMES
@@ -89,6 +90,11 @@ WORDS = {
     "d_model": "head dimension",
 }
 SELF_SPOKEN = ("size", "precision", "model")  # fields whose values are printed without the field's name
+JOINED = (
+    *SELF_SPOKEN,
+    "mode",
+    "kernel_category",
+)  # key fields that share one column, which identifies the row
 ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "precision")
 
 
@@ -119,9 +125,12 @@ def machine_rates(views: Views) -> pd.DataFrame:
 
 
 def about(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return one row about a device's runs: its name, the newest run's software, and the number of runs."""
+    """Return one row about a device's runs: its name, their number, and the newest run's software and CPU."""
     newest = runs.sort_values("started_at").iloc[[-1]]
-    texts = newest[["device", "torch", "driver"]].astype(object).fillna("")
+    named = newest.rename(columns={"machine_cpu": "cpu"}).reindex(
+        columns=["device", "torch", "driver", "cpu"]
+    )
+    texts = named.astype(object).fillna("")
     return texts.assign(runs=len(runs)).reset_index(drop=True)
 
 
@@ -192,6 +201,13 @@ def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
     return rows
 
 
+def ratios(column: str, *views: pd.DataFrame) -> pd.Series:
+    """Return a column's values divided by the reference's, for the rows that the reference also measured."""
+    shared = [view for view in views if column + THERE in view]
+    found = [pd.Series(dtype=float), *(view[column] / view[column + THERE] for view in shared)]
+    return pd.concat(found).dropna()
+
+
 def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
     """Format a view's rows as a table: the key fields, then each column next to the reference's column.
 
@@ -204,15 +220,20 @@ def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str
     """
     formatted = {*view.attrs["config"], *view.attrs["chosen"]} - {*varying(view, view.attrs["key"])}
     fields = [name for name in view.attrs["key"] if name not in (*formatted, *hide)]
-    columns_shown = [f"{name}: {_words(name)}" for name in fields]
+    labels = {name: view[name].replace(words) for name, words in LABELS.items() if name in view}
+    shown = view.assign(**labels)
+    joined = [name for name in fields if name in JOINED]
+    if len(joined) > 1:  # a phone keeps only one column in view
+        shown = shown.assign(joined=shown[joined].agg(", ".join, axis=1))
+    columns_shown = [f"joined: {' and '.join(map(_words, joined))}"] if len(joined) > 1 else []
+    columns_shown += [f"{name}: {_words(name)}" for name in fields if len(joined) < 2 or name not in joined]
     for column in filter(None, columns):
         name, _, heading = column.partition(": ")
         heading = heading or _heading(name)
         columns_shown.append(f"{name}: {heading}")
         if name + THERE in view:
             columns_shown.append(f"{name + THERE}: {_heading_there(heading)}")
-    labels = {name: view[name].replace(words) for name, words in LABELS.items() if name in view}
-    printed = table(view.assign(**labels), *columns_shown, rows=MAX_ROWS, drop_empty=True)
+    printed = table(shown, *columns_shown, rows=MAX_ROWS, drop_empty=True)
     if len(view) > MAX_ROWS_OPEN:
         printed = f"<details><summary>All {len(view):,} rows</summary>\n\n{printed}\n\n</details>"
     fixed = [name for name in view.attrs["named"] if name in view and name not in fields]
@@ -312,6 +333,8 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         "some": some,
         "by_case": by_case,
         "ordered": ordered,
+        "ratios": ratios,
+        "ladder_optimizations": [*LADDER_OPTIMIZATIONS],
         "why": link(out),
         "serial": lambda: next(serial),
     }

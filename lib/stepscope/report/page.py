@@ -19,6 +19,12 @@ from markdown_it.token import Token
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("page.css")
+# Cells that CSS wraps differently: numbers, such as "19.8 ± 0.161", texts with a long word, and short texts.
+KINDS = {
+    "number": re.compile(r"[-–]?[\d.,]+\S?( (±|to) [\d.,]+)?"),
+    "long": re.compile(r".*\S{25}.*"),
+    "short": re.compile(r".{,26}"),
+}
 SAFE = "/ :;=,'()&?!@*+$-._~"  # characters in an image's text that don't need escaping in a URL
 # The markers that begin and end a fold; each is a separate paragraph. Text from records can't contain a marker,
 # because escape() escapes "<".
@@ -156,7 +162,9 @@ class _Writer:
                 words = anchor_of(tokens[place + 1].content)
                 token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
             if align := token.attrGet("style"):  # the content security policy blocks inline styles
-                token.attrs = {"class": "right" if "right" in str(align) else "left"}
+                cell = tokens[place + 1].content
+                kind = next((f" {kind}" for kind, cells in KINDS.items() if cells.fullmatch(cell)), "")
+                token.attrs = {"class": ("right" if "right" in str(align) else "left") + kind}
             if token.children:
                 token.children = [self._inline(child, folder) for child in token.children]
         made = str(self.markdown.renderer.render(tokens, self.markdown.options, {}))

@@ -10,6 +10,7 @@ from stepscope.report.tables import NONE, escape
 from stepscope.runs.record import NOTEBOOK, Record
 from stepscope.studies import STUDIES
 
+MAX_FINDING_CHARS = 400
 MAX_RUNS_OPEN = 15  # longer lists are folded, one fold per study
 OUTCOMES = {"oom": "out of memory", "failed": "failed"}
 
@@ -50,7 +51,7 @@ def _run(record: Record, place: str) -> str:
     label = configure(**record.config).label.removeprefix(f"{record.study} ")
     path = f"{place}/{record.study}/{record.run_id}/{NOTEBOOK}"
     name = f"[{escape(label)}]({path})" if record.notebook_sha256 else escape(label)
-    finding = escape(str(record.results.get("finding") or NONE).replace("**", ""))
+    finding = escape(str(record.results.get("finding") or NONE).replace("**", ""), MAX_FINDING_CHARS)
     return f"* {name}: {finding if record.status == 'ok' else _outcome(record)}"
 
 

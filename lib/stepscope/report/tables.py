@@ -106,13 +106,13 @@ def number(value: Any, unit: str = "") -> str:
     return NONE if missing(value) else digits(value, unit) + UNITS[unit]
 
 
-def escape(text: object) -> str:
+def escape(text: object, max_chars: int = MAX_TEXT_CHARS) -> str:
     """Escape a record's text for markdown, so that it is displayed literally, on one line and without links."""
-    cut = str(text)[: MAX_TEXT_CHARS + 1]
+    cut = str(text)[: max_chars + 1]
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in cut)
     line = unicodedata.normalize("NFC", " ".join(line.split()))
-    if len(line) > MAX_TEXT_CHARS:
-        line = f"{line[:MAX_TEXT_CHARS]}…"
+    if len(line) > max_chars:
+        line = f"{line[:max_chars]}…"
     line = re.sub(r"([\\`*_\[\]<>|&~$])", r"\\\1", line)
     line = re.sub(
         r"^([-+#=]|\d+(?=[.)]( |$)))",

@@ -139,6 +139,7 @@ MEASURED = [
     "clock_reasons",
     "energy_per_step_j",
     "compile_s",
+    "loss_error",
     "gradient_error",
     "trained_gradient_error",
     "inconsistent",

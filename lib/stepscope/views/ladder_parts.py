@@ -12,7 +12,7 @@ from stepscope.views.ladder import CASE, FIRST, KEY, LAST, NAMES, config_of, tim
 MATMULS = "matmuls"
 ADAMW = "AdamW"
 ATTENTION = "attention"
-REST = "casts, copies, rest"
+REST = "other kernels"  # such as casts, copies and, unless compiled, norms and softmax
 GAPS = "between kernels"
 TOTAL = "the step"
 BETWEEN = "between matmuls"
