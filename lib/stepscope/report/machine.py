@@ -253,7 +253,7 @@ def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFram
     fields = [name for name in view.attrs["named"] if name not in within]
     spoken = [*ALWAYS_NAMED, *varying(view, fields)]
     for values, rows in view.groupby(fields, sort=False):
-        named = [(name, value) for name, value in zip(fields, values) if name in spoken]
+        named = [(name, value) for name, value in zip(fields, values) if name in spoken and value != ""]
         words = [
             _value(value) if name in SELF_SPOKEN else f"{_words(name)} {_value(value)}"
             for name, value in named
