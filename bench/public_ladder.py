@@ -49,8 +49,7 @@ the CPU, because a CUDA graph removes the waiting.
 
 What failed, or has no profile:
 
-{remarks}
-"""
+{remarks}"""
 # Arguments that make a model small enough to check on a CPU.
 SMALL = {"batch": 2, "length": 16, "layers": 1, "frames": 200, "samples": 8000}
 

@@ -90,11 +90,8 @@ WORDS = {
     "d_model": "head dimension",
 }
 SELF_SPOKEN = ("size", "precision", "model")  # fields whose values are printed without the field's name
-JOINED = (
-    *SELF_SPOKEN,
-    "mode",
-    "kernel_category",
-)  # key fields that share one column, which identifies the row
+# Key fields that share one column, which identifies the row.
+JOINED = (*SELF_SPOKEN, "mode", "kernel_category")
 ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "precision")
 
 
@@ -223,10 +220,12 @@ def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str
     labels = {name: view[name].replace(words) for name, words in LABELS.items() if name in view}
     shown = view.assign(**labels)
     joined = [name for name in fields if name in JOINED]
+    columns_shown, others = [], fields
     if len(joined) > 1:  # a phone keeps only one column in view
         shown = shown.assign(joined=shown[joined].agg(", ".join, axis=1))
-    columns_shown = [f"joined: {' and '.join(map(_words, joined))}"] if len(joined) > 1 else []
-    columns_shown += [f"{name}: {_words(name)}" for name in fields if len(joined) < 2 or name not in joined]
+        columns_shown = [f"joined: {' and '.join(map(_words, joined))}"]
+        others = [name for name in fields if name not in joined]
+    columns_shown += [f"{name}: {_words(name)}" for name in others]
     for column in filter(None, columns):
         name, _, heading = column.partition(": ")
         heading = heading or _heading(name)
