@@ -602,6 +602,20 @@ def test_optimizations_are_measured_on_top_of_kept_optimizations(simulated):
     assert steps.loc["bf16_moments", "speedup"] == pytest.approx(100 / 30)
 
 
+def test_bf16_weights_are_measured_with_bf16_even_if_bf16_does_not_help(simulated):
+    outcomes = {
+        "fp32": outcome("fp32", 100.0),
+        "bf16": outcome("bf16", 120.0),
+        "bf16_weights": outcome("bf16_weights", 90.0),
+        "bf16_moments": outcome("bf16_moments", 80.0),
+    }
+    made, stacks = simulated(outcomes)
+    assert stacks["bf16_weights"] == ("bf16", "bf16_weights")
+    assert made.kept == ("bf16", "bf16_weights", "bf16_moments")
+    made, stacks = simulated(outcomes | {"bf16": outcome("bf16", status="failed", reason="a dtype")})
+    assert stacks["bf16_weights"] == ("bf16_weights",)
+
+
 def test_optimization_that_does_nothing_or_breaks_the_loss_is_not_kept():
     before = outcome("fp32", 100.0, signature=(1.0, {"gemm": 2}))
     same = outcome("bf16", 100.2, signature=(1.0, {"gemm": 2}))

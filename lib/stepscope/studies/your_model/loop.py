@@ -39,10 +39,12 @@ GROUPS = (
     ("bf16_weights",),
     ("bf16_moments",),
 )
-# Optimizations that need another optimization, which is then applied even if it didn't help by itself.
-NEEDS = {"bf16_moments": "bf16_weights"}
+# Optimizations that need others, which are then applied even if they didn't help by themselves.
+NEEDS = {"bf16_weights": ("bf16",), "bf16_moments": ("bf16", "bf16_weights")}
 MIN_SPEEDUP = 1.01  # an optimization is kept if its speedup exceeds this minimum
-MIN_SPEEDUP_POWER_LIMITED = 1.03
+MIN_NOISY_SPEEDUP = (
+    1.03  # for steps whose times fluctuate: power-limited steps, or steps that do different work
+)
 SLOWER_ALTERNATIVE = "it helps, but its alternative is faster"
 COLUMNS = ("optimization", "stack", "kept", "status", "reason", *MEASURES, "clock_reasons", "inconsistent")
 
@@ -98,8 +100,8 @@ class Ladder:
         best = before
         kept = self.kept
         for name in names:
-            needed = [NEEDS[name]] if name in NEEDS else []
-            more = [other for other in needed if other in self.outcomes and other not in kept]
+            missing = [other for other in NEEDS.get(name, ()) if other not in kept]
+            more = [other for other in missing if self.is_timed(other)]
             stack = (*kept, *more, name)
             outcome = self.outcome_of(name, stack)
             is_timed = "wall_ms" in outcome.row  # a row can have times even if profiling failed
@@ -115,6 +117,9 @@ class Ladder:
                 reason = remark_on_kept(outcome, before)
             self.keep(outcome, name, stack, best, reason)
         return best
+
+    def is_timed(self, name: str) -> bool:
+        return name in self.outcomes and "wall_ms" in self.outcomes[name].row
 
     def outcome_of(self, name: str, stack: tuple[str, ...]) -> Outcome:
         facts = self.outcomes[FP32].facts or {}
@@ -214,9 +219,9 @@ def why_dropped_launch_bound(outcome: Outcome, before: Outcome) -> str:
     speedup = wall_ms(before, True) / wall_ms(outcome, True)
     gpu_speedup = before.row.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
     # A step that isn't launch-bound, such as a CUDA graph, has a reproducible time.
-    min_speedup = 1 + MIN_LAUNCH_BOUND_GAIN if is_launch_bound(row) else MIN_SPEEDUP_POWER_LIMITED
+    min_speedup = 1 + MIN_LAUNCH_BOUND_GAIN if is_launch_bound(row) else MIN_NOISY_SPEEDUP
     is_faster = speedup > min_speedup
-    saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
+    saves_gpu_time = gpu_speedup > MIN_NOISY_SPEEDUP and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
     if is_faster or (saves_gpu_time and not outcome.varies) or math.isnan(speedup):
         return ""
     ratio = f"{number(speedup, 'x')} the speed of the last kept step"
@@ -234,7 +239,7 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
         return why_dropped_launch_bound(outcome, before)
     speedup = duration_ms(before) / duration_ms(outcome)
     is_noisy = measure.is_power_limited(row) or outcome.varies
-    min_speedup = MIN_SPEEDUP_POWER_LIMITED if is_noisy else MIN_SPEEDUP
+    min_speedup = MIN_NOISY_SPEEDUP if is_noisy else MIN_SPEEDUP
     # The speedup is NaN if the previous step ran out of memory, and therefore has no time.
     if speedup > min_speedup or math.isnan(speedup):
         return ""
