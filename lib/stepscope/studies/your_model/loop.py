@@ -42,9 +42,8 @@ GROUPS = (
 # Optimizations that need others, which are then applied even if they didn't help by themselves.
 NEEDS = {"bf16_weights": ("bf16",), "bf16_moments": ("bf16", "bf16_weights")}
 MIN_SPEEDUP = 1.01  # an optimization is kept if its speedup exceeds this minimum
-MIN_NOISY_SPEEDUP = (
-    1.03  # for steps whose times fluctuate: power-limited steps, or steps that do different work
-)
+# The minimum for steps whose times fluctuate: power-limited steps, and steps that do different work.
+MIN_NOISY_SPEEDUP = 1.03
 SLOWER_ALTERNATIVE = "it helps, but its alternative is faster"
 COLUMNS = ("optimization", "stack", "kept", "status", "reason", *MEASURES, "clock_reasons", "inconsistent")
 
@@ -101,11 +100,10 @@ class Ladder:
         kept = self.kept
         for name in names:
             missing = [other for other in NEEDS.get(name, ()) if other not in kept]
-            more = [other for other in missing if self.is_timed(other)]
+            more = [other for other in missing if other in self.outcomes and self.outcomes[other].is_timed]
             stack = (*kept, *more, name)
             outcome = self.outcome_of(name, stack)
-            is_timed = "wall_ms" in outcome.row  # a row can have times even if profiling failed
-            reason = why_dropped(outcome, before) if is_timed else outcome.row["reason"]
+            reason = why_dropped(outcome, before) if outcome.is_timed else outcome.row["reason"]
             if not reason and best is not before:
                 if duration_ms(outcome) > duration_ms(best):
                     reason = SLOWER_ALTERNATIVE
@@ -117,9 +115,6 @@ class Ladder:
                 reason = remark_on_kept(outcome, before)
             self.keep(outcome, name, stack, best, reason)
         return best
-
-    def is_timed(self, name: str) -> bool:
-        return name in self.outcomes and "wall_ms" in self.outcomes[name].row
 
     def outcome_of(self, name: str, stack: tuple[str, ...]) -> Outcome:
         facts = self.outcomes[FP32].facts or {}
@@ -145,16 +140,17 @@ class Ladder:
         row |= {
             "optimization": name,
             "stack": " + ".join(stack),
-            "kept": "yes" if outcome is best and "wall_ms" in row else "no",
+            "kept": "yes" if outcome is best and outcome.is_timed else "no",
             "reason": reason or row["reason"],
             "speedup": duration_ms(self.outcomes[FP32]) / duration_ms(outcome),
         }
-        if "wall_ms" in row:
+        wall = ""
+        if outcome.is_timed:
             flops = facts.get("flops") or math.nan  # 0 means that the counter knows none of the operators
             row["mfu"] = flops / row["wall_ms"] / 1e9 / row.get("sheet_tflops", math.nan)
-        wall = number(row["wall_ms"], "ms") if "wall_ms" in row else ""
-        if wall and duration_ms(outcome) != row["wall_ms"]:
-            wall += f" (fastest {number(duration_ms(outcome), 'ms')})"
+            wall = number(row["wall_ms"], "ms")
+            if duration_ms(outcome) != row["wall_ms"]:
+                wall += f" (fastest {number(duration_ms(outcome), 'ms')})"
         print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
 
     def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
@@ -220,12 +216,12 @@ def why_dropped_launch_bound(outcome: Outcome, before: Outcome) -> str:
     gpu_speedup = before.row.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
     # A step that isn't launch-bound, such as a CUDA graph, has a reproducible time.
     min_speedup = 1 + MIN_LAUNCH_BOUND_GAIN if is_launch_bound(row) else MIN_NOISY_SPEEDUP
-    is_faster = speedup > min_speedup
-    saves_gpu_time = gpu_speedup > MIN_NOISY_SPEEDUP and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
-    if is_faster or (saves_gpu_time and not outcome.varies) or math.isnan(speedup):
+    is_slower = speedup < 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
+    helps_in_graph = gpu_speedup > MIN_NOISY_SPEEDUP and not is_slower and not outcome.varies
+    if speedup > min_speedup or helps_in_graph or math.isnan(speedup):
         return ""
     ratio = f"{number(speedup, 'x')} the speed of the last kept step"
-    if speedup < 1 / (1 + MIN_LAUNCH_BOUND_GAIN):
+    if is_slower:
         return f"slower: {ratio}"
     return f"not clearly faster: {ratio}, which is within the noise of launch-bound steps"
 

@@ -93,6 +93,10 @@ class Outcome:
     facts: dict[str, Any] | None = None
     varies: bool = False
 
+    @property
+    def is_timed(self) -> bool:
+        return "wall_ms" in self.row  # even if profiling failed
+
 
 class RowLoop(Loop):
     """The ladder's loop for a single case of a user's model, whose code may raise any exception."""
