@@ -43,11 +43,11 @@ an optimization: see the limits in [your-model.md](your-model.md).
 The next table shows the speedup of each optimization over the step before it. In parentheses are optimizations
 that were not kept, because they gain too little, or because the compiled model is faster than compiled blocks
 (or vice versa). An optimization that makes a step slower is kept if it saves GPU time in a step that waits for
-the CPU, because a CUDA graph removes the waiting.
+the CPU, because a CUDA graph removes the waiting; if the graph fails, the optimization stays.
 
 {gained}
 
-What failed, or has no profile:
+What failed or could not be profiled:
 
 {remarks}"""
 # Arguments that make a model small enough to check on a CPU.

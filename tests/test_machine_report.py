@@ -266,6 +266,7 @@ def summary(text: str) -> dict[str, str]:
     [
         ("tour", ["GPU", "CPU", "Ladder", "Launch-bound", "What", "Your"]),
         ("one run of ladder", ["GPU", "CPU", "Ladder", "What", "Your"]),
+        ("ladder, some", ["GPU", "CPU", "Ladder", "What", "Your"]),
         ("one run of benchmark", ["GPU", "CPU", "Your"]),
         ("one run of memory", ["Your"]),
     ],

@@ -49,7 +49,7 @@ RUN = {
 ELSEWHERE = {
     "stepscope ladder mine.py:build": "test_your_model.py",
     "stepscope ladder mine.py:build --runs runs/mine": "test_your_model.py",
-    "stepscope ladder mine.py:build --runs runs/mine -p batch=16 -p batch=32": "test_your_model.py",
+    "stepscope ladder mine.py:build --runs runs/mine -p batch_size=16 -p batch_size=32": "test_your_model.py",
     "git clone --depth 1 REPOSITORY stepscope": "needs the published repository",
     "cd stepscope": "follows the clone",
     "make lab": "test_lab.py runs every notebook in JupyterLab",
