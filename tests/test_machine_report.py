@@ -289,6 +289,14 @@ def test_summary_names_both_gpus_and_cpus_if_they_differ(tmp_path):
     assert "CPU \\| 9" in points["CPU"] and "Intel" in points["CPU"]
 
 
+def test_summary_names_optimizations_that_only_another_optimization_needs(tmp_path):
+    """Whisper's step isn't faster with bf16 autocast, but bf16 weights need it."""
+    [record] = (H200.parent / "public").glob("*/*whisper*/record.json")
+    points = summary(composed(copy_runs(tmp_path / "runs", record.parent))[1])
+    [point] = [text for text in points.values() if "whisper" in text]
+    assert "bf16 autocast + fused AdamW" in point
+
+
 @pytest.mark.parametrize("study", SECTIONS)
 def test_single_study_paragraphs_do_not_refer_to_omitted_text(tmp_path, study):
     """In a CPU's report, the "it" of "On the H200 it is 2.0%" could refer to an omitted sentence."""

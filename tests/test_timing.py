@@ -135,6 +135,7 @@ class Graphs:
             "set_stream": self.log.append,
             "empty_cache": lambda: None,
             "current_device": lambda: 0,
+            "is_current_stream_capturing": lambda: False,
             "default_generators": (generator,),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -167,7 +168,7 @@ def test_replay_captures_a_step_after_warmup_and_times_replays(monkeypatch, gpu)
         step, "cuda", optimizer=adamw, clear=lambda: graphs.log.append("clear"), replays=3, at_least_s=0.03
     )
     assert times_ms == pytest.approx([8.0] * 4) and not reason
-    assert graphs.log == ["clear", "step", "clear", "capture", "step", "clear"]
+    assert graphs.log == ["clear", "step", "step", "clear", "capture", "step", "clear"]
     assert adamw.param_groups[0]["capturable"] is False and not adamw.state
 
 
@@ -219,6 +220,15 @@ def test_graph_keeps_tensors_read_by_its_step_alive(monkeypatch, gpu):
     replayed, table = capture()
     gc.collect()
     assert table() is not None and replayed() == 3
+
+
+def test_code_that_only_runs_in_a_capture_is_warmed_up_before_the_capture(monkeypatch, gpu):
+    """A capture can't compile the code, so a warm-up step must have compiled it."""
+    Graphs(monkeypatch, gpu)
+    is_capturing = []
+    graph.graph_of(lambda: is_capturing.append(torch.cuda.is_current_stream_capturing()), lambda: None, 2)
+    *warmups, _ = is_capturing
+    assert warmups == [False, False, True]
 
 
 def test_capturable_optimizer_keeps_step_counts_on_the_device_of_the_weights():

@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import os
+import random
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cells import run_cells
 from conftest import ended, record_of
 from stepscope.config import ConfigError, configure
+from stepscope.ladder import loop as ladder_loop
 from stepscope.optimizations import any_model
 from stepscope.report import machine
 from stepscope.report.load import load, read
@@ -482,6 +484,40 @@ def test_gradient_error_includes_parameters_that_only_one_of_two_steps_uses(meas
     assert outcome.row["gradient_error"] > 1
 
 
+def test_steps_that_do_different_work_are_timed_and_profiled_in_the_same_sequence(
+    write, tmp_path, monkeypatch
+):
+    place = write("""import random
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x[: random.randint(1, 100)]).square().mean()
+def build():
+    return Model(), {"x": torch.ones(100, 4)}
+""")
+    sizes, timed = [], []
+    randint, time_back_to_back = random.randint, ladder_loop.time_back_to_back
+
+    def draw(low, high):
+        sizes.append(randint(low, high))
+        return sizes[-1]
+
+    def time(step, device, steps):
+        timing = time_back_to_back(step, device, steps)
+        timed.extend(sizes[-steps:])
+        return timing
+
+    monkeypatch.setattr(random, "randint", draw)
+    monkeypatch.setattr(ladder_loop, "time_back_to_back", time)
+    config = configuration(place, timed_steps=5, warmup_steps=1)
+    outcome = RowLoop(Job(place, config, tmp_path, "fp32", ())).measure()
+    assert outcome.varies and timed == sizes[-5:]
+
+
 # -- isolation ------------------------------------------------------------------------------------------------
 
 
@@ -653,7 +689,7 @@ def test_cuda_graph_is_not_tried_if_steps_do_different_work(simulated):
 def test_steps_that_do_different_work_are_compared_by_their_medians(simulated):
     bound = {"busy": 0.4, "enqueue_ms": 90.0}
     fp32 = outcome("fp32", 100.0, wall_min_ms=80.0, gpu_ms=40.0, **bound)
-    fp32.facts, fp32.varies = {"varying": "crop.py:12"}, True
+    fp32.facts, fp32.varies = {"varying": "crop.py:12", "flops": 10**9}, True
     others = {
         "tf32": outcome("tf32", 70.0, wall_min_ms=69.0, gpu_ms=28.0, **bound),
         "bf16": outcome("bf16", 71.0, wall_min_ms=20.0, gpu_ms=10.0, **bound),
@@ -663,6 +699,7 @@ def test_steps_that_do_different_work_are_compared_by_their_medians(simulated):
     steps = simulated({"fp32": fp32, **others})[0].steps.set_index("optimization")
     assert steps["kept"].to_dict() == {"fp32": "yes", "tf32": "yes", "bf16": "no"}
     assert steps.loc["tf32", "speedup"] == pytest.approx(100 / 70)
+    assert steps["mfu"].isna().all(), "the FLOPs of one step say nothing about the others"
 
 
 def test_step_that_only_saves_gpu_time_says_so(simulated):
@@ -816,6 +853,22 @@ def test_notebook_measures_a_convolutional_network_and_an_edited_file_is_a_new_r
     assert sorted(tables["your_model.steps"].groupby("run_id").size()) == [1, 4]
     assert tables["your_model.results"]["parameters"].nunique() == 2
     assert len(tables["your_model.modules"])
+
+
+def test_notebook_describes_a_model_that_does_not_fit_into_memory(store, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(f"""{HEAD}
+class Model(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.repeat(10**15, 1)).mean()
+def build():
+    return Model(4, 4), {{"x": torch.ones(1, 4)}}
+""")
+    parameters = {"model": f"{path}:build", "runs": str(store.root), "optimizations": ["fp32", "fused_adamw"]}
+    run_cells("your_model", device="cpu", timed_steps=2, warmup_steps=0, **parameters)
+    tables = load(store.root)
+    assert [*tables["your_model.steps"]["status"]] == ["oom", "oom"]
+    assert tables["your_model.results"]["finding"].item() == "no step could be timed"
 
 
 @pytest.mark.parametrize(

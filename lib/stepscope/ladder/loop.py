@@ -27,6 +27,7 @@ from stepscope import measure
 from stepscope.config import RunConfig
 from stepscope.ladder import numerics
 from stepscope.measure.timing import LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S, LONG_MS, MIN_STEPS
+from stepscope.model.training_step import reseed
 from stepscope.optimizations.any_model import WARMUPS  # used for CUDA graphs and baselines
 from stepscope.optimizations.transforms import Step, TrainedSubject, Transform, Unsupported, apply
 from stepscope.report.tables import number
@@ -39,6 +40,7 @@ PROFILED_S = 1.0  # total duration of the profiled steps if they are power-limit
 # Settling time after a pause. It is longer, because the clock of a power-limited step first rises and overshoots.
 SETTLING_AFTER_PAUSE_S = 1.0
 MAX_STEPS = 2000
+VARYING_STEPS = 100  # number of timed and profiled steps if steps do different work, unless they are long
 MAX_RECOMPILES = 256  # maximum number of shapes for which a function may be compiled
 
 Build = Callable[[int], TrainedSubject]  # builds a subject with the given batch size
@@ -250,15 +252,28 @@ class Loop:
             self.learning_rate = measure.learning_rate(subject.optimizer)
             yield
 
+    def restart(self, subject: TrainedSubject) -> None:
+        """Make steps that do different work repeat their sequence, by seeding the random number generators."""
+        if subject.varies:
+            reseed(self.config.seed)
+
     def settle(self, case: Case, subject: TrainedSubject) -> float:
-        """Warm up (on a GPU, until its clock has settled), and return the duration of one step in ms."""
+        """Warm up (on a GPU, until its clock has settled), and return the duration of one step in ms.
+
+        Steps that do different work run the complete sequence that will be timed, because libraries prepare
+        code for each new shape: cuDNN takes 0.1 s to plan an attention kernel.
+        """
+        self.restart(subject)
         min_warmups = WARMUPS if is_launched(subject) or case.is_baseline else 1
         warmups = max(self.config.warmup_steps, min_warmups)
         step_ms = measure.back_to_back(subject.step, self.device, warmups)[-1]
         if self.on_gpu:
             settling_steps = steps_in(SETTLING_S, step_ms)
+            if subject.varies and step_ms < LONG_MS:
+                settling_steps = VARYING_STEPS
             settling_ms = measure.back_to_back(subject.step, self.device, settling_steps)
             step_ms = location(settling_ms)["median"]
+        self.restart(subject)
         return step_ms
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
@@ -284,6 +299,9 @@ class Loop:
                 if measure.looks_launch_bound(enqueue_ms, wall_ms):
                     launch_bound_steps = min(LAUNCH_BOUND_STEPS, steps_in(LAUNCH_BOUND_STEPS_S, step_ms))
                     steps = max(steps, launch_bound_steps)
+                if subject.varies:
+                    steps = VARYING_STEPS
+            self.restart(subject)
         row |= time_back_to_back(subject.step, self.device, steps)
         row |= measure.peak_memory(self.device)
         if self.on_gpu and is_launched(subject):  # the step is already a CUDA graph
@@ -306,7 +324,8 @@ class Loop:
         """Profile steps back to back, and report the GPU time of the fastest step.
 
         If the steps are power-limited, they are profiled for a second, and the median step is reported, because
-        the GPU's clock fluctuates.
+        the GPU's clock fluctuates. If the steps do different work, all steps that were timed are profiled, and
+        the median step is reported.
 
         Raises:
             RuntimeError: If the profiler recorded nothing.
@@ -315,12 +334,15 @@ class Loop:
         is_limited = measure.is_power_limited(row)
         with self.launched(subject):
             operations = self.profiled_operations(case, subject, is_limited)
-        profiled = measure.median_step(operations) if is_limited else measure.fastest_step(operations)
+        takes_median = is_limited or subject.varies
+        profiled = measure.median_step(operations) if takes_median else measure.fastest_step(operations)
         row |= measure.gpu_time(profiled)
         row["busy"] = row["gpu_ms"] / row["wall_ms"]
         if self.on_gpu:
             row["in_graph_share"] = float(profiled["in_graph"].mean())
-            steps_ms = [measure.gpu_time_ms(step) for step in measure.complete_steps(operations)]
+            # Only steps that do the same work should take the same time.
+            compared = [] if subject.varies else measure.complete_steps(operations)
+            steps_ms = [measure.gpu_time_ms(step) for step in compared]
             row["inconsistent"] = measure.find_inconsistencies(row, steps_ms)
         by_kernel = measure.by_name(profiled).assign(optimization=case.name, batch_size=case.batch_size)
         columns = ["optimization", "batch_size", "name", "kernel_category", "count", "gpu_ms"]
@@ -334,7 +356,9 @@ class Loop:
     ) -> pd.DataFrame:
         step_ms = self.settle(case, subject)
         steps = 3
-        if step_ms > 500:
+        if subject.varies:
+            steps = case.row["steps"]
+        elif step_ms > 500:
             steps = 2
         elif is_limited:
             steps = max(4, steps_in(PROFILED_S, step_ms))
@@ -342,6 +366,7 @@ class Loop:
             if is_limited:  # the GPU was idle while the profiler started, so the clock must settle
                 settling_steps = steps_in(SETTLING_AFTER_PAUSE_S, step_ms)
                 measure.back_to_back(subject.step, self.device, settling_steps)
+                self.restart(subject)
             for index in range(steps):
                 with profile.phases("step", index)("total"):
                     subject.step()

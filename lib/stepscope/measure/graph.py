@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,12 +23,16 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
         clear: a function that frees the gradients of the warm-up steps, which would otherwise occupy memory in
             addition to the gradients in the graph's private memory pool.
         warmups: the number of warm-up steps to run before the capture, on the same stream. They load and select
-            kernels, and create the optimizer's state.
+            kernels, and create the optimizer's state. Another one believes that it is captured: while a graph is
+            captured, transformers passes an attention mask that it otherwise leaves out, and nothing can be
+            compiled for this mask.
     """
     side_stream, stream = torch.cuda.Stream(), torch.cuda.current_stream()
     side_stream.wait_stream(stream)
     with torch.cuda.stream(side_stream):
         for _ in range(warmups):
+            step()
+        with patch("torch.cuda.is_current_stream_capturing", lambda: True):
             step()
     stream.wait_stream(side_stream)
     torch.cuda.synchronize()

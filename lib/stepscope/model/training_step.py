@@ -7,11 +7,13 @@ Other notebooks define their own step in a cell. The ladder's optimizations chan
 
 import dataclasses
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,6 +96,13 @@ def prepare(device: str) -> None:
     from torch import _dynamo  # noqa: F401  imported lazily: only steps with an optimizer need it
 
     torch.zeros(1, device=device)
+
+
+def reseed(seed: int) -> None:
+    """Seed the random number generators of Python, NumPy and PyTorch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def build_step(config: StepConfig, mode: str | None = None) -> Step:

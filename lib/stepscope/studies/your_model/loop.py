@@ -147,6 +147,8 @@ class Ladder:
         wall = ""
         if outcome.is_timed:
             flops = facts.get("flops") or math.nan  # 0 means that the counter knows none of the operators
+            if outcome.varies:
+                flops = math.nan  # the counted step may have done more or less work than the timed steps
             row["mfu"] = flops / row["wall_ms"] / 1e9 / row.get("sheet_tflops", math.nan)
             wall = number(row["wall_ms"], "ms")
             if duration_ms(outcome) != row["wall_ms"]:

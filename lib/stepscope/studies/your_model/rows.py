@@ -11,11 +11,12 @@ import torch
 
 from stepscope import measure
 from stepscope.ladder.loop import Case, Loop
+from stepscope.model.training_step import reseed
 from stepscope.optimizations import any_model
 from stepscope.optimizations.transforms import TrainedSubject, Transform, Unsupported, apply
 from stepscope.studies.your_model.config import Config
 from stepscope.studies.your_model.modules import time_by_module
-from stepscope.studies.your_model.source import ModelError, Source, reseed, user_line
+from stepscope.studies.your_model.source import ModelError, Source, user_line
 from stepscope.studies.your_model.subject import UserSubject, examine, make_subject
 
 FP32 = "fp32"
@@ -136,7 +137,7 @@ class RowLoop(Loop):
         ):  # a CPU's profile doesn't show compiled code
             signature = case.numbers, [*zip(kernels["name"], kernels["count"])]
         sheet_tflops = measure.sheet_tflops(case.precision, self.device)
-        varies = job.varies or bool((self.facts or {}).get("varying"))
+        varies = case.subject is not None and case.subject.varies
         return Outcome(case.row | {"sheet_tflops": sheet_tflops}, kernels, signature, self.facts, varies)
 
     def discard_profile(self, case: Case) -> None:
@@ -179,6 +180,7 @@ class RowLoop(Loop):
         is_fp32 = case.name == FP32
         if is_fp32:
             self.facts = examine(subject)
+            subject.varies = bool(self.facts["varying"])
         else:
             self.compile_s[case.program] = self.time_first_call(subject)
         reseed(self.config.seed)  # some models skip layers or augment images at random

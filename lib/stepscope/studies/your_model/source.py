@@ -9,7 +9,6 @@ import importlib
 import inspect
 import linecache
 import os
-import random
 import re
 import sys
 import sysconfig
@@ -19,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stepscope import PACKAGE, StepscopeError
 from stepscope.config import truncated_repr
 from stepscope.measure.oom import error_text
-from stepscope.model.training_step import is_out_of_memory
+from stepscope.model.training_step import is_out_of_memory, reseed
 
 # The environment variable that names a run's model, in the form that the command line uses. The configuration
 # doesn't contain the path, because records must not.
@@ -147,13 +145,6 @@ def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> t
             raise ModelError(f"the model doesn't fit into memory: {error_text(error)}") from None
         raise raised(source.function, error) from None
     return checked(built, device)
-
-
-def reseed(seed: int) -> None:
-    """Seed the random number generators of Python, NumPy and PyTorch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def raised(what: str, error: BaseException) -> ModelError:
