@@ -29,9 +29,9 @@ from stepscope.report.tables import escape, markdown, number
 PAGE = """\
 # The ladder on public models
 
-This page shows what `stepscope ladder` found for {models} models of other people, on an {device} with PyTorch
-{torch} and transformers {transformers}. `bench/public_models.py` builds the models from their configurations, with
-random weights, and `python -m bench.public_ladder` measures them.
+This page shows what `stepscope ladder` found for {models} public models, on an {device} with PyTorch {torch} and
+transformers {transformers}. `bench/public_models.py` builds the models from their configurations, with random
+weights, and `python -m bench.public_ladder` measures them.
 
 {summary}
 
@@ -102,7 +102,7 @@ def page(runs: Path) -> str:
     gained = pd.DataFrame(gains).drop(columns="fp32").fillna("")
     gained.columns = [column.replace("_", " ") for column in gained]
     return PAGE.format(
-        models=len(models),
+        models=tables["your_model.steps"]["model"].nunique(),
         device=run["device"],
         torch=run["torch"],
         transformers=software.get("transformers"),
