@@ -23,9 +23,9 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
         clear: a function that frees the gradients of the warm-up steps, which would otherwise occupy memory in
             addition to the gradients in the graph's private memory pool.
         warmups: the number of warm-up steps to run before the capture, on the same stream. They load and select
-            kernels, and create the optimizer's state. Another one believes that it is captured: while a graph is
-            captured, transformers passes an attention mask that it otherwise leaves out, and nothing can be
-            compiled for this mask.
+            kernels, and create the optimizer's state. One more step then runs as if it were being captured,
+            because a capture can't compile anything, and some libraries do different work in a capture:
+            transformers 5.17 passes an attention mask that it otherwise leaves out.
     """
     side_stream, stream = torch.cuda.Stream(), torch.cuda.current_stream()
     side_stream.wait_stream(stream)
