@@ -25,27 +25,36 @@ from bench import public_models
 from bench.public_models import MODELS, Built
 from stepscope.report.load import load
 from stepscope.report.tables import escape, markdown, number
+from stepscope.views import Views
 
 PAGE = """\
 # The ladder on public models
 
-This page shows what `stepscope ladder` found for {models} public models, on an {device} with PyTorch {torch} and
-transformers {transformers}. `bench/public_models.py` builds the models from their configurations, with random
-weights, and `python -m bench.public_ladder` measures them.
+This page shows what `stepscope ladder` found for {models} models, on an {device} with PyTorch {torch} and
+transformers {transformers}. `bench/public_models.py` builds them with random weights: from configurations of
+transformers and torchvision, or, where it defines a class, from the class. An argument such as `layers=4` makes a
+model shallower, which saves compile time; `batch=2048` makes one too large for the GPU's memory.
+`python -m bench.public_ladder --runs FOLDER` measures all models.
 
 {summary}
 
-The optimized step has all optimizations that were kept. Its speedup is in wall time, and over plain fp32; for
-steps that wait for the CPU, it compares the fastest steps. Its gradient error is that of its first gradients,
-relative to fp32's. Models with random weights may amplify any rounding, so a large error needn't be the fault of
-an optimization: see the limits in [your-model.md](your-model.md).
+The optimized step has all optimizations that were kept. Times are wall times, and the speedup is over plain fp32.
+If the GPU of the optimized step waits for the CPU, the times are those of the fastest steps, because the medians
+don't repeat well. The gradient error is that of the first gradients, relative to fp32's. Models with random
+weights may amplify any rounding, so a large error needn't be the fault of an optimization: see the limits in
+[your-model.md](your-model.md).
 
-The next table shows the speedup of each optimization over the step before it. In parentheses are optimizations
-that were not kept, because they gain too little, or because the compiled model is faster than compiled blocks
-(or vice versa). An optimization that makes a step slower is kept if it saves GPU time in a step that waits for
-the CPU, because a CUDA graph removes the waiting; if the graph fails, the optimization stays.
+The next table shows the speedup of each optimization over the last kept step before it. In parentheses are
+optimizations that were not kept, because they gain too little, or because the compiled model is faster than
+compiled blocks (or vice versa). An optimization that doesn't make a step faster is kept if it saves over 3% of
+the GPU time of a step that waits for the CPU, because a CUDA graph removes the waiting, and if the step is at most
+20% slower; if the graph fails, the optimization stays. bf16 weights need bf16 autocast, so where bf16 autocast
+wasn't kept, their speedup includes that of bf16 autocast; bf16 moments need bf16 weights in the same way.
 
 {gained}
+
+In bf16, most timed steps of token_dropping have a number of patches that occurs for the first time, and such a
+step takes several times as long as a step with a known number.
 
 What failed or could not be profiled:
 
@@ -77,22 +86,24 @@ def page(runs: Path) -> str:
     software = json.loads(next(runs.glob("*/*/record.json")).read_text())["software"]
     kinds = {build.__name__: kind for build, (kind, _) in MODELS.items()}
     gains, summaries, remarks = [], [], []
-    models = tables["your_model.steps"].groupby(["model", "arguments"], sort=False)
-    for (model, arguments), steps in models:
+    all_steps = Views(tables)["model_steps"]
+    for (model, arguments), steps in all_steps.groupby(["model", "arguments"], sort=False):
         name = model.partition(":")[2]
         row = {"model": f"{name} {arguments}".strip()}
         gains.append(row | {step.optimization: gain(steps, step) for step in steps.itertuples()})
         kept = steps[steps["kept"] == "yes"]
-        last = kept.iloc[-1] if len(kept) else steps.iloc[0]  # nothing is kept if nothing fits into memory
+        first = steps.iloc[0]
+        last = kept.iloc[-1] if len(kept) else first  # nothing is kept if nothing fits into memory
+        before_ms, after_ms = compared_ms(first, last)
         summaries.append(
             row
             | {
                 "kind": kinds.get(name, ""),
-                "fp32, ms": steps["wall_ms"].iloc[0],
-                "optimized, ms": last["wall_ms"],
+                "fp32, ms": before_ms,
+                "optimized, ms": after_ms,
                 "speedup, x": last["speedup"],
                 "gradient error, %": last["gradient_error"],
-                "fp32, GiB": steps["peak_gib"].iloc[0],
+                "fp32, GiB": first["peak_gib"],
                 "optimized, GiB": last["peak_gib"],
             }
         )
@@ -102,7 +113,7 @@ def page(runs: Path) -> str:
     gained = pd.DataFrame(gains).drop(columns="fp32").fillna("")
     gained.columns = [column.replace("_", " ") for column in gained]
     return PAGE.format(
-        models=tables["your_model.steps"]["model"].nunique(),
+        models=all_steps["model"].nunique(),
         device=run["device"],
         torch=run["torch"],
         transformers=software.get("transformers"),
@@ -110,6 +121,13 @@ def page(runs: Path) -> str:
         gained=markdown(gained),
         remarks="\n".join(remarks),
     )
+
+
+def compared_ms(before: Any, step: Any) -> tuple[float, float]:
+    """Return the times to compare: the minima if either step is launch-bound, else the medians."""
+    if before.launch_bound or step.launch_bound:
+        return before.wall_min_ms, step.wall_min_ms
+    return before.wall_ms, step.wall_ms
 
 
 def gain(steps: pd.DataFrame, step: Any) -> str:
@@ -122,7 +140,8 @@ def gain(steps: pd.DataFrame, step: Any) -> str:
     before = steps[is_before]
     if not len(before):
         return ""
-    speedup = number(step.speedup / before["speedup"].iloc[-1], "x")
+    before_ms, after_ms = compared_ms(before.iloc[-1], step)
+    speedup = number(before_ms / after_ms, "x")
     return speedup if step.kept == "yes" else f"({speedup})"
 
 

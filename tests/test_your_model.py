@@ -113,6 +113,7 @@ def test_missing_model_is_reported_in_one_sentence(tmp_path, monkeypatch, model,
             "def build():\n    return nn.Linear(2, 2), {'x': torch.zeros(2, device='meta')}",
             "'x': got a tensor on meta, but expected cpu",
         ),
+        ("def build():\n    return nn.Linear(2, 2).half(), {}", "'weight': got torch.float16, but expected"),
         (
             "def build(size):\n    pass",
             "build raised TypeError: build() missing 1 required positional argument: 'size'",
@@ -138,7 +139,7 @@ def test_error_names_the_unknown_argument(write):
         ("(x * x).sum().requires_grad_()", "no parameter gets a gradient from the loss"),
         (
             "(1, 2)",
-            "the loss is NoneType, but expected a scalar tensor, or an output with a scalar tensor as its loss",
+            "the loss is NoneType, but expected a scalar tensor, or an output with a scalar tensor as its loss; if",
         ),
         ("{'logits': x}", "the loss is NoneType"),
         ("{'loss': 1.0}", "the loss is float"),
@@ -663,9 +664,10 @@ def test_optimization_that_does_nothing_or_breaks_the_loss_is_not_kept():
 
 
 def test_launch_bound_configurations_are_compared_by_their_fastest_step():
+    before = outcome("fp32", 20.0, wall_min_ms=12.0)
     bound = {"busy": 0.4, "enqueue_ms": 9.0, "gpu_ms": 4.0, "wall_min_ms": 8.0}
-    assert loop.duration_ms(outcome("bf16", 10.0, **bound)) == 8.0
-    assert loop.duration_ms(outcome("bf16", 10.0, **bound | {"enqueue_ms": 3.0})) == 10.0
+    assert loop.speedup(before, outcome("bf16", 10.0, **bound)) == 12 / 8
+    assert loop.speedup(before, outcome("bf16", 10.0, **bound | {"enqueue_ms": 3.0})) == 20 / 10
 
 
 def test_cuda_graph_failure_names_the_line_that_synchronizes(simulated, monkeypatch):
@@ -759,7 +761,7 @@ def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch
     """Keep every measured optimization, compile with the backend ``eager``, and don't start a new process."""
     monkeypatch.setattr(loop, "call_isolated", lambda function, limit_s, job, preload: function(job))
     monkeypatch.setattr(loop, "why_dropped", lambda outcome, before: "")
-    monkeypatch.setattr(loop, "duration_ms", lambda outcome: 1.0)
+    monkeypatch.setattr(loop, "speedup", lambda before, outcome: 1.0)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     made = ladder("language_model")

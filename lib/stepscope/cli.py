@@ -331,6 +331,10 @@ def ladder(
                 "--edition, --shape and --context don't apply to your own model; use -p NAME=VALUE instead"
             )
         block = _block_of_model(model, parameter or [])
+    elif model and model.endswith(".py"):
+        raise StepscopeError(
+            f"got {model!r:.80}, but expected FILE.py:FUNCTION, for example {model:.80}:build"
+        )
     else:
         if parameter:
             raise StepscopeError(f"-p: got {parameter[0]!r:.80}, but -p only applies to your own model")

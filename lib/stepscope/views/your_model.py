@@ -18,31 +18,39 @@ DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 
 @view(
     key=[*CONFIG, "optimization"],
-    columns=[*[*SCHEMAS["steps"].columns][1:], "name", "quartiles", "best_ms", *DRAWN],
+    columns=[*[*SCHEMAS["steps"].columns][1:], "name", "quartiles", "launch_bound", "best_ms", *DRAWN],
     studies=["your_model"],
 )
 def model_steps(data: Views) -> pd.DataFrame:
     """Return one row per optimization of a user's model, in the order in which they were measured.
 
-    ``best_ms`` is the fastest step's wall time. It is given only if ``speedup`` compares the fastest steps: the
-    steps are launch-bound, and all of them do the same work.
+    ``speedup`` is over fp32. It compares the fastest steps if one of the two is launch-bound and all steps do the
+    same work; ``best_ms`` is then the fastest step's wall time, and otherwise NaN.
     """
     steps = data.table("your_model.steps")
     results = data.table("your_model.results").reindex(columns=["run_id", "varying"])
     varying = steps["run_id"].map(results.set_index("run_id")["varying"])
     repeats_work = varying.isna() | (varying == "")
-    has_best = launch_bound_rows(steps) & steps["enqueue_ms"].notna() & repeats_work
+    is_bound = launch_bound_rows(steps) & steps["enqueue_ms"].notna() & repeats_work
+    run = steps["run_id"]
+    is_fp32 = ~run.duplicated()
+    fp32 = steps[is_fp32].set_index("run_id").loc[run, ["wall_ms", "wall_min_ms"]].set_axis(steps.index)
+    takes_best = is_bound | run.isin(run[is_bound & is_fp32])
+    is_compared = takes_best | is_fp32 & run.isin(run[takes_best])
+    speedups = fp32 / steps[["wall_ms", "wall_min_ms"]]
     return steps.assign(
+        speedup=speedups["wall_min_ms"].where(takes_best, speedups["wall_ms"]),
+        launch_bound=is_bound,
         name=steps["optimization"].map(NAMES | OTHER_NAMES),
         quartiles=quartiles(steps),
-        best_ms=steps["wall_min_ms"].where(has_best),
+        best_ms=steps["wall_min_ms"].where(is_compared),
         **DRAWN,
     )
 
 
 @view(
     key=[*CONFIG, "module"],
-    columns=["type", "modules", "forward_ms", "backward_ms", "total_ms"],
+    columns=["type", "modules", "forward_ms", "backward_ms", "optimizer_ms", "total_ms"],
     studies=["your_model"],
 )
 def model_modules(data: Views) -> pd.DataFrame:

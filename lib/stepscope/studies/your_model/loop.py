@@ -105,7 +105,7 @@ class Ladder:
             outcome = self.outcome_of(name, stack)
             reason = why_dropped(outcome, before) if outcome.is_timed else outcome.row["reason"]
             if not reason and best is not before:
-                if duration_ms(outcome) > duration_ms(best):
+                if speedup(best, outcome) < 1:
                     reason = SLOWER_ALTERNATIVE
                 else:
                     best.row |= {"kept": "no", "reason": SLOWER_ALTERNATIVE}
@@ -142,7 +142,7 @@ class Ladder:
             "stack": " + ".join(stack),
             "kept": "yes" if outcome is best and outcome.is_timed else "no",
             "reason": reason or row["reason"],
-            "speedup": duration_ms(self.outcomes[FP32]) / duration_ms(outcome),
+            "speedup": speedup(self.outcomes[FP32], outcome),
         }
         wall = ""
         if outcome.is_timed:
@@ -151,8 +151,8 @@ class Ladder:
                 flops = math.nan  # the counted step may have done more or less work than the timed steps
             row["mfu"] = flops / row["wall_ms"] / 1e9 / row.get("sheet_tflops", math.nan)
             wall = number(row["wall_ms"], "ms")
-            if duration_ms(outcome) != row["wall_ms"]:
-                wall += f" (fastest {number(duration_ms(outcome), 'ms')})"
+            if is_launch_bound(row) and not outcome.varies:
+                wall += f" (fastest {number(row['wall_min_ms'], 'ms')})"
         print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
 
     def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
@@ -192,12 +192,13 @@ def is_launch_bound(row: Mapping[str, Any]) -> bool:
     return launch_bound(row.get("busy", math.nan), row["enqueue_ms"], row.get("gpu_ms", math.nan))
 
 
-def duration_ms(outcome: Outcome) -> float:
-    """Return the wall time by which steps are compared.
+def speedup(before: Outcome, outcome: Outcome) -> float:
+    """Return the ratio of two steps' wall times: of their minima if either is launch-bound, else of their medians.
 
-    This is the median, or the minimum if the step is launch-bound and always does the same work.
+    The medians are also compared if the steps do different work.
     """
-    return wall_ms(outcome, is_launch_bound(outcome.row))
+    is_bound = is_launch_bound(before.row) or is_launch_bound(outcome.row)
+    return wall_ms(before, is_bound) / wall_ms(outcome, is_bound)
 
 
 def wall_ms(outcome: Outcome, is_bound: bool) -> float:
@@ -214,15 +215,16 @@ def why_dropped_launch_bound(outcome: Outcome, before: Outcome) -> str:
     work, there can be no CUDA graph.
     """
     row = outcome.row
-    speedup = wall_ms(before, True) / wall_ms(outcome, True)
+    wall_speedup = wall_ms(before, True) / wall_ms(outcome, True)
     gpu_speedup = before.row.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
     # A step that isn't launch-bound, such as a CUDA graph, has a reproducible time.
     min_speedup = 1 + MIN_LAUNCH_BOUND_GAIN if is_launch_bound(row) else MIN_NOISY_SPEEDUP
-    is_slower = speedup < 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
+    is_slower = wall_speedup < 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
     helps_in_graph = gpu_speedup > MIN_NOISY_SPEEDUP and not is_slower and not outcome.varies
-    if speedup > min_speedup or helps_in_graph or math.isnan(speedup):
+    if wall_speedup > min_speedup or helps_in_graph or math.isnan(wall_speedup):
         return ""
-    ratio = f"{number(speedup, 'x')} the speed of the last kept step"
+    compared = "median" if outcome.varies else "fastest"
+    ratio = f"its {compared} step has {number(wall_speedup, 'x')} the speed of the last kept one"
     if is_slower:
         return f"slower: {ratio}"
     return f"not clearly faster: {ratio}, which is within the noise of launch-bound steps"
@@ -235,24 +237,23 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
         return "its loss isn't finite"
     if is_launch_bound(row) or is_launch_bound(before.row):
         return why_dropped_launch_bound(outcome, before)
-    speedup = duration_ms(before) / duration_ms(outcome)
+    wall_speedup = speedup(before, outcome)
     is_noisy = measure.is_power_limited(row) or outcome.varies
     min_speedup = MIN_NOISY_SPEEDUP if is_noisy else MIN_SPEEDUP
     # The speedup is NaN if the previous step ran out of memory, and therefore has no time.
-    if speedup > min_speedup or math.isnan(speedup):
+    if wall_speedup > min_speedup or math.isnan(wall_speedup):
         return ""
     if outcome.signature is not None and outcome.signature == before.signature:
         return (
             "it changes nothing: operations, loss, optimizer and launch are the same as in the last kept step"
         )
-    word = "slower" if speedup < 1 / MIN_SPEEDUP else "no faster"
-    return f"{word}: {number(speedup, 'x')} the speed of the last kept step"
+    word = "slower" if wall_speedup < 1 / MIN_SPEEDUP else "no faster"
+    return f"{word}: {number(wall_speedup, 'x')} the speed of the last kept step"
 
 
 def remark_on_kept(outcome: Outcome, before: Outcome) -> str:
     """Return why a kept optimization is kept if it doesn't reduce the wall time, or "" if it does."""
-    is_bound = is_launch_bound(outcome.row) or is_launch_bound(before.row)
-    if not wall_ms(outcome, is_bound) >= wall_ms(before, is_bound):
+    if not speedup(before, outcome) <= 1:
         return ""
     before_gpu, gpu = (number(one.row["gpu_ms"], "ms") for one in (before, outcome))
     return f"not faster, but its GPU time falls from {before_gpu} to {gpu}, which helps in a CUDA graph"

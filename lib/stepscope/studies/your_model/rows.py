@@ -102,6 +102,8 @@ class Outcome:
 class RowLoop(Loop):
     """The ladder's loop for a single case of a user's model, whose code may raise any exception."""
 
+    unsupported = (Unsupported,)  # a compiler that fails may fail because of the model
+
     def __init__(self, job: Job):
         super().__init__(job.config)
         self.job = job

@@ -179,6 +179,11 @@ def checked(built: Any, device: str) -> tuple[Any, ...]:
                 f"{truncated_repr(name)}: got a tensor on {tensor.device.type}, but expected {device}; build runs"
                 f' under torch.device("{device}"), so create the tensor there or move it with .to("{device}")'
             )
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float32:
+            raise ModelError(
+                f"{truncated_repr(name)}: got {tensor.dtype}, but expected torch.float32; the ladder changes the"
+                " precision itself"
+            )
     return model, batch, loss
 
 

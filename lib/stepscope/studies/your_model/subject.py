@@ -169,7 +169,8 @@ def examine(subject: UserSubject) -> dict[str, Any]:
     if not isinstance(loss, Tensor) or loss.dim():
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(
-            f"the loss is {got}, but expected a scalar tensor, or an output with a scalar tensor as its loss"
+            f"the loss is {got}, but expected a scalar tensor, or an output with a scalar tensor as its loss;"
+            " if the model doesn't compute its loss, return (model, batch, loss), where loss(output, batch) does"
         )
     if all(parameter.grad is None for parameter in subject.parameters.values()):
         raise ModelError("no parameter gets a gradient from the loss")
