@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cells import run_cells
 from conftest import ended, record_of
+from stepscope import PROJECT
 from stepscope.config import ConfigError, configure
 from stepscope.ladder import loop as ladder_loop
 from stepscope.optimizations import any_model
@@ -35,6 +36,7 @@ from stepscope.studies.your_model.rows import Job, Outcome, RowLoop, measure_mod
 from stepscope.studies.your_model.source import ModelError, find
 from stepscope.studies.your_model.subject import FLOPS, examine, make_subject, without_dropout
 from stepscope.studies.your_model.tables import SCHEMAS
+from stepscope.views import Views
 
 MODELS = Path(__file__).parent / "models"
 EAGER = ["fp32", "channels_last", "bf16", "fused_adamw"]
@@ -668,6 +670,19 @@ def test_launch_bound_configurations_are_compared_by_their_fastest_step():
     bound = {"busy": 0.4, "enqueue_ms": 9.0, "gpu_ms": 4.0, "wall_min_ms": 8.0}
     assert loop.speedup(before, outcome("bf16", 10.0, **bound)) == 12 / 8
     assert loop.speedup(before, outcome("bf16", 10.0, **bound | {"enqueue_ms": 3.0})) == 20 / 10
+
+
+def test_report_computes_speedups_like_the_ladder():
+    """Records store the speedups of the version that measured them, so the report computes them again."""
+    tables = load(PROJECT / "runs" / "public")
+    varying = tables["your_model.results"].set_index("run_id")["varying"] != ""
+    steps = Views(tables)["model_steps"].assign(run_id=tables["your_model.steps"]["run_id"])
+    assert steps["launch_bound"].any() and varying.any()
+    for run_id, run in steps.groupby("run_id"):
+        rows = run.to_dict("records")
+        fp32, *others = (Outcome(row, varies=varying[run_id]) for row in rows)
+        found = [row["speedup"] for row in rows[1:]]
+        assert found == pytest.approx([loop.speedup(fp32, other) for other in others], nan_ok=True)
 
 
 def test_cuda_graph_failure_names_the_line_that_synchronizes(simulated, monkeypatch):
