@@ -218,7 +218,6 @@ def expected_first_steps() -> Rows:
         row = {
             "later_ms": later_ms,
             "later_enqueue_ms": statistics.median(row["enqueue_ms"] for row in later),
-            "later_steps": len(later),
             "later_std_share": statistics.stdev(row["wall_ms"] for row in later) / later_ms,
             "launch_bound": is_launch_bound(total),
         }
@@ -231,7 +230,6 @@ def expected_first_steps() -> Rows:
                 f"{name}_excess_share": step["wall_ms"] / later_ms - 1,
                 f"is_{name}_slow": step["wall_ms"] > limit * later_ms,
             }
-        row["is_second_enqueued_slowly"] = row["second_enqueue_ms"] > row["later_enqueue_ms"]
         result[*config, phase] = row
         if phase == "total":
             delay_ms[tuple(config)] = row["first_excess_ms"]

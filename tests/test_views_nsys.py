@@ -262,7 +262,6 @@ def agreement() -> dict[tuple, Row]:
                 result[(*key, row["mode"], phase)] = {
                     "gpu_ms": ours["gpu_ms"],
                     "in_process_gpu_ms": row["gpu_ms"],
-                    "difference_ms": abs(ours["gpu_ms"] - row["gpu_ms"]),
                     "gpu_error": abs(ours["gpu_ms"] / row["gpu_ms"] - 1),
                     "mode_name": MODES[row["mode"]],
                     "configuration": f"{row['size']}, {row['context_length']:,}",

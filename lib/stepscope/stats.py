@@ -1,6 +1,6 @@
 """Compute statistics of measurements, and define the thresholds below which a difference is noise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -74,25 +74,21 @@ def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
     return pd.Series(results, rows.index, dtype=bool)
 
 
-def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return the wall-time speedup of the step ``after`` over the step ``before``, or NaN if the change is noise.
+def wall_speedup(before: pd.DataFrame, after: pd.DataFrame) -> pd.Series:
+    """Return each step's wall-time speedup over the step in the same row of ``before``; noise is missing.
 
     If either step is launch-bound, the minimum wall times are compared, because medians of launch-bound steps
     aren't reproducible; a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is then noise. Otherwise, the medians
     are compared, and every difference counts.
 
     Args:
-        before, after: the two steps, as mappings with ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and
-            ``busy``.
+        before, after: steps with the columns ``wall_ms``, ``wall_min_ms`` and ``launch_bound``.
     """
-    steps = (before, after)
-    are_bound = [launch_bound(step["busy"], step["enqueue_ms"], step["gpu_ms"]) for step in steps]
-    if not any(are_bound):
-        return float(before["wall_ms"] / after["wall_ms"])
-    speedup = before["wall_min_ms"] / after["wall_min_ms"]
-    limit = 1 + MIN_LAUNCH_BOUND_GAIN
-    is_noise = 1 / limit < speedup < limit
-    return np.nan if is_noise else float(speedup)
+    is_bound = before["launch_bound"].eq(True) | after["launch_bound"].eq(True)
+    speedup = before["wall_ms"] / after["wall_ms"]
+    speedup = speedup.mask(is_bound, before["wall_min_ms"] / after["wall_min_ms"])
+    is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
+    return speedup.mask(is_bound & is_close)
 
 
 def spread_ms(rows: pd.DataFrame) -> pd.Series:

@@ -6,9 +6,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgba
 
 from stepscope.report import style
 from stepscope.report.tables import digits
-from stepscope.studies.attention.figures import LINE_COLORS
-
-MIN_TICK_RATIO = 4  # minimum ratio of neighboring labeled context lengths; closer labels would overlap
+from stepscope.studies.attention.figures import LINE_COLORS, spaced_lengths
 
 
 @style.look()
@@ -23,10 +21,7 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
     style.lines(axes, rows, "context_length", "gpu_ms", "name", LINE_COLORS)
     axes.set(xscale="log", yscale="log", xlabel="context length", ylabel="GPU time, ms")
     lengths = sorted(rows["context_length"].unique())
-    ticks = [lengths[-1]]
-    for length in reversed(lengths):
-        if length * MIN_TICK_RATIO <= ticks[-1]:
-            ticks.append(length)
+    ticks = spaced_lengths(lengths)
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -99,7 +99,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
             client = closing.enter_context(joined_workers(options.scheduler, signals))
             workers = Workers(client, options.timeout_s, options.notebooks, options.images)
             plan = load_sweeps(sources, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
-            _require(plan.configs, workers.devices(), store, None, workers.largest_offer("cuda"))
+            _require(plan.configs, workers.devices(), store, None, max(workers.gpus(), default=0))
         else:
             gpus = gpus_here()[: options.workers]
             device, name = ("cuda", gpus[0]["name"]) if gpus else ("cpu", machine("cpu")["device_name"])
@@ -308,7 +308,7 @@ class _Sweep:
 
     def run(self) -> None:
         """Assign runs and collect their results until no runs are left or there is a reason to stop."""
-        if self.workers.places("cuda") > 1:  # largest first, so that no long run starts last while GPUs idle
+        if sum(self.workers.gpus()) > 1:  # largest first, so that no long run starts last while GPUs idle
 
             def size(item: tuple[str, RunConfig]) -> tuple[int, float]:
                 return item[1].gpus_needed, peak_gib(item[1])

@@ -113,22 +113,13 @@ class Workers:
         answers = self.client.run(gpus_here, workers=with_gpus) if with_gpus else {}
         return min((gpu["gib"] for gpus in answers.values() for gpu in gpus), default=None)
 
-    def places(self, device: str) -> int:
-        """Return the number of runs that all workers together can execute in parallel on this device."""
-        offered = [
-            min(worker["nthreads"], int(worker["resources"].get(RESOURCE[device], 0)))
-            for worker in self.offers.values()
-        ]
-        return sum(offered)
+    def gpus(self) -> list[int]:
+        """Return the number of GPUs that each worker offers."""
+        return [int(worker["resources"].get("GPU", 0)) for worker in self.offers.values()]
 
     def busy(self) -> bool:
         """Return whether all worker threads are busy."""
         return len(self.running) >= sum(worker["nthreads"] for worker in self.offers.values())
-
-    def largest_offer(self, device: str) -> int:
-        """Return the largest number of GPUs (or parallel CPU runs) that a single worker offers."""
-        resource = RESOURCE[device]
-        return max((int(worker["resources"].get(resource, 0)) for worker in self.offers.values()), default=0)
 
     def place(self, config: RunConfig) -> str | None:
         """Return the address of the least busy worker that can start this run, or None if no worker can."""

@@ -37,7 +37,6 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
         *[name for name in MEASURED if name not in ("mfu_vs_measured_peak", "mfu_clock_adjusted")],
         "status",
         "reason",
-        "replay_reason",
         "run_id",
         "mode_name",
         "launch_bound",
@@ -143,7 +142,7 @@ def samples(data: Views) -> pd.DataFrame:
 
 @view(
     key=[*CONFIG],
-    columns=["parameters", "matmul_tflops", "copy_tb_per_s", "sheet_tflops", "highest_clock_mhz"],
+    columns=["parameters", "matmul_tflops", "copy_tb_per_s", "sheet_tflops"],
     studies=BOTH[:1],
 )
 def peak_rates(data: Views) -> pd.DataFrame:
@@ -258,11 +257,9 @@ def warm_up(data: Views) -> pd.DataFrame:
         *[f"{place}_enqueue_ms" for place in PLACES],
         "later_ms",
         "later_enqueue_ms",
-        "later_steps",
         "later_std_share",
         "launch_bound",
         "first_delay_share",
-        "is_second_enqueued_slowly",
         *[f"{place}_excess_ms" for place in PLACES],
         *[f"{place}_excess_share" for place in PLACES],
         *[f"is_{place}_slow" for place in PLACES],
@@ -286,7 +283,7 @@ def first_steps(data: Views) -> pd.DataFrame:
         columns |= {f"{name}_ms": at["wall_ms"], f"{name}_enqueue_ms": at["enqueue_ms"]}
     timed = found[~found["warmup"]].groupby(key, sort=False)
     columns |= {"later_ms": timed["wall_ms"].median(), "later_enqueue_ms": timed["enqueue_ms"].median()}
-    columns |= {"later_steps": timed.size(), "later_std_share": timed["wall_ms"].std() / columns["later_ms"]}
+    columns |= {"later_std_share": timed["wall_ms"].std() / columns["later_ms"]}
     made = pd.DataFrame(columns).reset_index().sort_values("repeat", kind="stable")
     step = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'total'")
     made = made.merge(step[[*CONFIG, "launch_bound"]], on=[*CONFIG], how="left", validate="many_to_one")
@@ -299,12 +296,7 @@ def first_steps(data: Views) -> pd.DataFrame:
         made[f"is_{name}_slow"] = made[f"{name}_excess_share"] > limit
     total = made["first_excess_ms"].where(made["phase"] == "total")
     delay_ms = total.groupby([made[name] for name in CONFIG]).transform("max")
-    return in_order(
-        made.assign(
-            first_delay_share=made["first_excess_ms"] / delay_ms,
-            is_second_enqueued_slowly=made["second_enqueue_ms"] > made["later_enqueue_ms"],
-        )
-    )
+    return in_order(made.assign(first_delay_share=made["first_excess_ms"] / delay_ms))
 
 
 @view(
@@ -457,14 +449,15 @@ def compiled(data: Views) -> pd.DataFrame:
     launch_bound = made["launch_bound"] | made["eager_launch_bound"]
     saved_ms = made["eager_wall_ms"] - made["wall_ms"]
     fastest_saved_ms = made["eager_wall_min_ms"] - made["wall_min_ms"]
-    wall_speedup = pd.Series([_wall_speedup(row) for _, row in made.iterrows()], made.index, dtype=float)
-    saved_ms = saved_ms.mask(launch_bound, fastest_saved_ms).where(wall_speedup > 1)
+    eager = made[["eager_wall_ms", "eager_wall_min_ms", "eager_launch_bound"]]
+    gained = wall_speedup(eager.rename(columns=lambda name: name.removeprefix("eager_")), made)
+    saved_ms = saved_ms.mask(launch_bound, fastest_saved_ms).where(gained > 1)
     optimizer = data["times"].query("mode == 'step' and phase == 'optimizer'")
     shares = optimizer.set_index(["study", *CONFIG])["phase_share"].rename("optimizer_share")
     made = made.join(shares, on=["study", *CONFIG], validate="many_to_one")
     return _with_other_kernels(data["kernel_categories"], made).assign(
         gpu_speedup=made["eager_gpu_ms"] / made["gpu_ms"],
-        wall_speedup=wall_speedup,
+        wall_speedup=gained,
         break_even_steps=made["compile_s"] * 1e3 / saved_ms,
         optimizer_share=made["optimizer_share"].where(made["mode"] == "step"),
     )
@@ -491,9 +484,3 @@ def _with_other_kernels(categories: pd.DataFrame, rows: pd.DataFrame) -> pd.Data
     eager = other.add_prefix("eager_other_").reset_index()
     eager = eager[eager["compile"] == "none"].drop(columns="compile").rename(columns={"study": "eager_study"})
     return rows.merge(eager, on=["eager_study", *EAGER_CASE], how="left", validate="many_to_one")
-
-
-def _wall_speedup(row: pd.Series) -> float:
-    names = ("wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms", "busy")
-    before = {name: row[f"eager_{name}"] for name in names}
-    return wall_speedup(before, {name: row[name] for name in names})

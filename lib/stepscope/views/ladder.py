@@ -13,7 +13,7 @@ from stepscope.config import StepConfig
 from stepscope.data_sheets import data_sheet
 from stepscope.model.flops import step_flops
 from stepscope.report.tables import quartiles
-from stepscope.stats import MIN_GAIN, MIN_LAUNCH_BOUND_GAIN, POWER_CAP, launch_bound_rows, spread_ms
+from stepscope.stats import MIN_GAIN, POWER_CAP, launch_bound_rows, spread_ms, wall_speedup
 from stepscope.studies.ladder.config import ABLATABLE, BEYOND, LADDER_OPTIMIZATIONS, NO_MASK, WITHOUT
 from stepscope.views import Views, in_order, view
 
@@ -223,9 +223,9 @@ def steps(data: Views) -> pd.DataFrame:
         previous_gpu_ms=before.gpu_ms,
         previous_operations=before.operations,
         previous_gpu_speedup=before.gpu_ms / rows.gpu_ms,
-        previous_wall_speedup=_wall_speedup(rows, before),
+        previous_wall_speedup=wall_speedup(before, rows),
         fp32_gpu_speedup=fp32.gpu_ms / rows.gpu_ms,
-        fp32_wall_speedup=_wall_speedup(rows, fp32),
+        fp32_wall_speedup=wall_speedup(fp32, rows),
         graph_wall_ms=graph.wall_ms,
     )
     apart = (before.wall_ms - rows.wall_ms).abs()
@@ -300,14 +300,6 @@ def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
     return found.set_axis(rows.index)
 
 
-def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
-    """Return the wall-time speedups of ``rows`` over ``others``; speedups that may be noise are missing."""
-    waits = rows.launch_bound | others.launch_bound.eq(True)
-    speedup = (others.wall_ms / rows.wall_ms).mask(waits, others.wall_min_ms / rows.wall_min_ms)
-    is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
-    return speedup.mask(waits & is_close)
-
-
 def _without_noise(speedup: pd.Series) -> pd.Series:
     """Replace speedups and slowdowns of less than 3% with missing values, because such changes may be noise."""
     return speedup.where((speedup - 1).abs() >= MIN_GAIN)
@@ -366,7 +358,7 @@ def ablations(data: Views) -> pd.DataFrame:
     rows = timed(data, [*WITHOUT])
     left_out = rows.optimization.map(dict(zip(WITHOUT, ABLATABLE)))
     last = _same_case(rows, timed(data, [LAST]))
-    in_wall_time = 1 / _wall_speedup(rows, last)
+    in_wall_time = 1 / wall_speedup(last, rows)
     slowdown = (rows.gpu_ms / last.gpu_ms).mask(left_out == GRAPH, in_wall_time)
     same = left_out.map({"bf16_weights": GRAPH, "bf16_moments": "bf16_weights"})
     again = rows[CASE].assign(optimization=same)
@@ -444,7 +436,7 @@ def baselines(data: Views) -> pd.DataFrame:
     same_kernels = rows.attention_kernels.notna() & (rows.attention_kernels == graph.attention_kernels)
     added = rows.assign(
         fastest_without_mask=candidates == fastest,
-        speedup=_without_noise(_wall_speedup(ours, rows)),
+        speedup=_without_noise(wall_speedup(rows, ours)),
         gpu_ratio=rows.gpu_ms / graph.gpu_ms,
         attention_ratio=rows.attention_ms / graph.attention_ms,
         same_kernels=same_kernels,

@@ -8,7 +8,7 @@ import math
 import pandas as pd
 
 from stepscope.config import MODE_NAMES, PRECISION_NAMES
-from stepscope.report.tables import digits, quartiles
+from stepscope.report.tables import wall_cell
 from stepscope.stats import MAX_LOST_SHARE, launch_bound_rows
 from stepscope.studies.mixed_precision.tables import CONFIG
 from stepscope.traces.kernel_categories import MATMUL, is_cast
@@ -151,8 +151,9 @@ def precision_times(data: Views) -> pd.DataFrame:
     """
     keys = [*KEY, "precision"]
     times = data.table("mixed_precision.times")
-    cells = times.assign(cell=_cells(times)).set_index([*keys, "mode", "phase"])["cell"]
-    texts = cells.unstack(["mode", "phase"])
+    is_bound = _is_launch_bound(times)
+    cells = [wall_cell(row) for row in times.assign(busy=times["busy"].where(is_bound)).to_dict("records")]
+    texts = times.assign(cell=cells).set_index([*keys, "mode", "phase"])["cell"].unstack(["mode", "phase"])
     rows = pd.DataFrame({name: texts[part] for name, part in PARTS.items()})
     steps = times[(times["mode"] == "step") & (times["phase"] == "total")].set_index(keys)
     rows = rows.join(steps[["steps", "tokens_per_s", "peak_gib", "reserved_gib"]]).reset_index()
@@ -165,15 +166,6 @@ def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
     keys = ["rank", "mode"] if "mode" in rows else ["rank"]
     ranked = rows.assign(name=rows["precision"].map(PRECISION_NAMES), rank=rows["precision"].map(rank))
     return in_order(ranked.sort_values(keys, kind="stable"))
-
-
-def _cells(times: pd.DataFrame) -> pd.Series:
-    """Format each row's wall time as text (None if the case didn't run)."""
-    median = times["wall_ms"].map(lambda ms: digits(ms, "ms"))
-    fastest = times["wall_min_ms"].map(lambda ms: f", at best {digits(ms, 'ms')}")
-    fastest = fastest.where(_is_launch_bound(times), "")
-    texts = median + " (" + quartiles(times) + ")" + fastest
-    return texts.where(times["wall_ms"].notna(), None)
 
 
 # -- numerical effects ----------------------------------------------------------------------------------------

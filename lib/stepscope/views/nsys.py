@@ -155,7 +155,6 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
         "mode_name",
         "gpu_ms",
         "in_process_gpu_ms",
-        "difference_ms",
         "gpu_error",
     ],
     studies=["nsys", "benchmark", "mixed_precision"],
@@ -172,12 +171,10 @@ def profiler_agreement(data: Views) -> pd.DataFrame:
     theirs = pd.concat([_in_process(data, study) for study in measured], ignore_index=True)
     rows = ours.merge(theirs, on=keys, validate="one_to_many")
     rows = rows[rows["in_process_gpu_ms"].notna()]
-    difference_ms = rows["in_process_gpu_ms"] - rows["gpu_ms"]
     return rows.assign(
         configuration=rows["size"] + rows["context_length"].map(", {:,}".format),
         mode_name=rows["mode"].map(MODE_NAMES),
-        difference_ms=difference_ms.abs(),
-        gpu_error=(difference_ms / rows["in_process_gpu_ms"]).abs(),
+        gpu_error=(rows["gpu_ms"] / rows["in_process_gpu_ms"] - 1).abs(),
     )
 
 

@@ -52,7 +52,10 @@ def time_and_memory(
         right_edge = limits[1]
         at_edge = {name: (right_edge, value) for name, (_, value) in ends.items()}
         style.label_ends(panel, at_edge, LINE_COLORS)
-    _label_lengths(axes[1], lengths)
+    labeled = spaced_lengths(lengths)
+    axes[1].set_xticks(labeled, [f"{length:,}" for length in labeled])
+    axes[1].set_xticks([], minor=True)
+    axes[1].set(xlabel="sequence length, tokens")
     return drawn
 
 
@@ -93,15 +96,13 @@ def _tick_label(value: float, position: int) -> str:
     return f"{value:g}"
 
 
-def _label_lengths(axes: Axes, lengths: list[int]) -> None:
-    """Label the context lengths, but skip lengths that are too close to a longer labeled length."""
+def spaced_lengths(lengths: list[int]) -> list[int]:
+    """Return the context lengths to label: all but those that are too close to a longer labeled length."""
     labeled = [lengths[-1]]
     for length in reversed(lengths):
         if length * MIN_TICK_RATIO <= labeled[-1]:
             labeled.append(length)
-    axes.set_xticks(labeled, [f"{length:,}" for length in labeled])
-    axes.set_xticks([], minor=True)
-    axes.set(xlabel="sequence length, tokens")
+    return labeled
 
 
 def _crosses(axes: Axes, rows: pd.DataFrame) -> None:
