@@ -54,8 +54,6 @@ def rank_advice(gpu: Device, causes: pd.DataFrame) -> list[Advice]:
     Args:
         causes: the idle time by cause, as returned by ``sum_by_cause``.
     """
-    if again := capture_again(gpu):
-        return [Advice(0.0, again)]
     candidates = [
         *_advice_for_communication(gpu),
         Advice(gpu.median["exposed copies"], _copy_advice_text(gpu)),

@@ -281,14 +281,6 @@ def _uri(path: Path | str) -> str:
     return Path(path).resolve().as_uri() + "?mode=ro"
 
 
-def _has_table(connection: sqlite3.Connection, table: str) -> bool:
-    return bool(
-        connection.execute(
-            "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", [table]
-        ).fetchall()
-    )
-
-
 def _columns(connection: sqlite3.Connection, table: str) -> set[str]:
     """Return the names of a table's columns, or an empty set if there is no such table."""
     return {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
@@ -299,7 +291,7 @@ def _nvtx_table_and_name(connection: sqlite3.Connection) -> tuple[str, str]:
 
     The name is the event's text, or, in exports with registered strings, the string to which the event refers.
     """
-    table = next((name for name in NVTX_TABLES if _has_table(connection, name)), NVTX_TABLES[0])
+    table = next((name for name in NVTX_TABLES if _columns(connection, name)), NVTX_TABLES[0])
     registered_text = f"(SELECT value FROM {STRINGS} WHERE id = textId)"
     registered_text = registered_text if "textId" in _columns(connection, table) else "NULL"
     return table, f"CAST(coalesce(nullif(text, ''), {registered_text}, '') AS TEXT)"
@@ -309,7 +301,7 @@ def _rows(
     connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1"
 ) -> Iterable[tuple]:
     """Select rows in the table's order. If an export has no such table, the result is empty."""
-    if not _has_table(connection, table):
+    if not _columns(connection, table):
         return ()
     return connection.execute(
         f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid"
@@ -319,7 +311,7 @@ def _rows(
 def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
     """Read columns in the table's order, without creating an object per row; return None if there are no rows."""
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
-        if not _has_table(connection, table):
+        if not _columns(connection, table):
             return None
         plain_columns = {name for name in columns if name.isidentifier()} - {"rowid"}
         if missing := sorted(plain_columns - _columns(connection, table)):

@@ -167,11 +167,7 @@ LIBRARIES = [
     ("communication", r"\bc10d\b"),
     ("elementwise", r"^aten$"),
 ]
-# Libraries with a single purpose. Their kernels that only prepare other kernels, for example by computing offset
-# tables, count toward this purpose.
-SINGLE_PURPOSE_LIBRARIES = [("convolution", r"^cask cudnn")]
 _LIBRARIES = [(family, re.compile(pattern)) for family, pattern in LIBRARIES]
-_SINGLE_PURPOSE = [(family, re.compile(pattern)) for family, pattern in SINGLE_PURPOSE_LIBRARIES]
 # Parts of an elementwise loop that are independent of its function, such as loads and stores.
 _GENERIC = re.compile(
     r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|Opaque|[aA]rray$"
@@ -188,10 +184,9 @@ def family(name: str) -> str:
     function_family = _first_match(words(parts.function))
     if function_family == "optimizer" and FOREACH_COPY.search(parts.template):
         return "copy and cast"
-    if function_family in PREPARATION:
-        purpose = _library_family(_SINGLE_PURPOSE, words(parts.scope))
-        if purpose != OTHER:
-            return purpose
+    # cuDNN's kernels that only prepare convolutions, for example by computing offset tables
+    if function_family in PREPARATION and words(parts.scope).startswith("cask cudnn"):
+        return "convolution"
     if function_family == "elementwise":
         return _template_family(parts.template, APPLIED, function_family)
     if function_family != OTHER:
@@ -201,7 +196,8 @@ def family(name: str) -> str:
         return template_family
     if name.startswith("aten::"):  # CPU operators without a rule are arithmetic, such as div or pow
         return "elementwise"
-    library = _library_family(_LIBRARIES, words(f"{parts.scope}::{parts.function}"))
+    path = words(f"{parts.scope}::{parts.function}")
+    library = next((family for family, pattern in _LIBRARIES if pattern.search(path)), OTHER)
     return _first_match(words(parts.scope), set(KERNEL_CATEGORIES) - NAMED_BY_WHOLE, library)
 
 
@@ -219,10 +215,6 @@ def _template_family(template: str, among: Iterable[str], otherwise: str) -> str
         _first_match(words(name), among) for name in identifiers(template) if not _GENERIC.search(name)
     )
     return next((family for family in matches if family != OTHER), otherwise)
-
-
-def _library_family(listed: Iterable[tuple[str, re.Pattern]], path: str) -> str:
-    return next((family for family, pattern in listed if pattern.search(path)), OTHER)
 
 
 def kernel_categories(names: Iterable[str]) -> pd.Categorical:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from stepscope.config import MODE_NAMES, PRECISION_NAMES
 from stepscope.report.tables import wall_cell
-from stepscope.stats import MAX_LOST_SHARE, launch_bound_rows
+from stepscope.stats import MAX_LOST_SHARE
 from stepscope.studies.mixed_precision.tables import CONFIG
 from stepscope.traces.kernel_categories import MATMUL, is_cast
 from stepscope.views import Views, in_order, view
@@ -62,9 +62,8 @@ def precision_gains(data: Views) -> pd.DataFrame:
     ``matmul_share`` is the share of matmuls in the kernel time in fp32, and ``cast_share`` is the share of casts
     in the kernel time in this precision.
     """
-    times = data.table("mixed_precision.times")
+    times = _times(data)
     times = times[times["phase"] == "total"]
-    times = times.assign(launch_bound=_is_launch_bound(times))
     measured = ["gpu_ms", "launch_bound", "peak_gib"]
     rows, fp32 = _beside_fp32(times.set_index(CASE)[measured])
     kernels, fp32_kernels = _beside_fp32(_kernel_times(data))
@@ -102,10 +101,9 @@ def precision_kernels(data: Views) -> pd.DataFrame:
     return rows.assign(speedup=speedup.where(rows["fp32_gpu_ms"] > 0))
 
 
-def _is_launch_bound(times: pd.DataFrame) -> pd.Series:
-    """Return a mask of launch-bound rows; rows without peak memory, which ran on a CPU, are never launch-bound."""
-    on_gpu = times.groupby(CASE)["peak_gib"].transform("max").notna()
-    return launch_bound_rows(times) & on_gpu
+def _times(data: Views) -> pd.DataFrame:
+    times = data["times"]
+    return times[times["study"] == "mixed_precision"]
 
 
 def _kernel_times(data: Views) -> pd.DataFrame:
@@ -150,9 +148,9 @@ def precision_times(data: Views) -> pd.DataFrame:
     best 13.5"). ``steps``, tokens/s and memory describe the full step.
     """
     keys = [*KEY, "precision"]
-    times = data.table("mixed_precision.times")
-    is_bound = _is_launch_bound(times)
-    cells = [wall_cell(row) for row in times.assign(busy=times["busy"].where(is_bound)).to_dict("records")]
+    times = _times(data)
+    busy = times["busy"].where(times["launch_bound"])
+    cells = [wall_cell(row) for row in times.assign(busy=busy).to_dict("records")]
     texts = times.assign(cell=cells).set_index([*keys, "mode", "phase"])["cell"].unstack(["mode", "phase"])
     rows = pd.DataFrame({name: texts[part] for name, part in PARTS.items()})
     steps = times[(times["mode"] == "step") & (times["phase"] == "total")].set_index(keys)
