@@ -115,11 +115,6 @@ def test_edition_2026_sizes_match_the_handout():  # test_model.HANDOUT covers th
     [
         ({"size": "small", "d_model": 8}, "d_model: got 8, but size 'small' has 768"),
         ({"context_length": "8"}, "context_length: got '8'"),
-        ({"context_length": 0}, "context_length: got 0"),
-        ({"timed_steps": 0}, "timed_steps: got 0"),
-        ({"warmup_steps": -1}, "warmup_steps: got -1"),
-        ({"vocab_size": 1}, "vocab_size: got 1"),
-        ({"seed": -1}, "seed: got -1"),
         ({"batch_size": True}, "batch_size: got True"),
         ({"precision": "fp8"}, "precision: got 'fp8'"),
         ({"device": "tpu"}, "device: got 'tpu'"),

@@ -19,19 +19,18 @@ from torch.testing._internal import common_optimizers
 
 ADAMW = next(info for info in common_optimizers.optim_db if info.optim_cls is torch.optim.AdamW)
 
-# Checks of TestOptimRenewed that don't apply, with the reasons.
-NOT_APPLICABLE = {
-    "test_forloop_goes_right_direction_multigpu": "all weights are on one device",
-    "test_param_group_with_lrscheduler_goes_right_direction": "adds a group, which is rejected",
-    "test_can_load_older_state_dict": "older versions of this optimizer are not supported",
-    "test_complex, test_complex_2d": "complex parameters are rejected",
-    "test_foreach_*, test_fused_*, test_set_default_dtype_works_with_foreach": "there is one implementation",
-    "test_capturable_*": "tests/test_fast_step_gpu.py captures it",
-    "test_mixed_device_dtype": "weights of two dimensions become bf16, others fp32, on one device",
-    "test_cpu_load_state_dict, test_rosenbrock_sparse": "for other optimizers",
-    "test_peak_memory_foreach, test_fused_cpu_matches_cuda": "there is one implementation",
-    "test_grad_scaling_autocast_fused_optimizers": "only for fused=True; Trainer and Lightning scale outside",
-}
+# Checks of TestOptimRenewed that don't apply, with the reasons:
+# * test_forloop_goes_right_direction_multigpu: all weights are on one device
+# * test_param_group_with_lrscheduler_goes_right_direction: adds a group, which is rejected
+# * test_can_load_older_state_dict: older versions of this optimizer are not supported
+# * test_complex, test_complex_2d: complex parameters are rejected
+# * test_foreach_*, test_fused_*, test_set_default_dtype_works_with_foreach: there is one implementation
+# * test_capturable_*: tests/test_fast_step_gpu.py captures it
+# * test_mixed_device_dtype: weights of two dimensions become bf16, others fp32, on one device
+# * test_cpu_load_state_dict, test_rosenbrock_sparse: for other optimizers
+# * test_peak_memory_foreach, test_fused_cpu_matches_cuda: there is one implementation
+# * test_grad_scaling_autocast_fused_optimizers: only for fused=True; Trainer and Lightning scale outside
+
 # Inputs and errors that don't apply, keyed by a part of their description, with the reasons.
 OTHER_INPUTS = {
     "maximize": "rejected",
