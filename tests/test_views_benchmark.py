@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import pandas as pd
 import pytest
 
-from reference_runs import DIMENSIONS, MODES, NAN, Row, Rows, assert_same, keyed, read_records, read_tables
+from reference_runs import DIMENSIONS, MODES, NAN, Row, Rows, assert_same, keyed, read_tables
 from stepscope.views import Views, all_views
 from stepscope.views.facts import FACTS
 
@@ -22,15 +22,12 @@ CONFIG = (
     "optimizer",
     "repeat",
 )
-NAMES_2026 = {"small": "small", "medium": "medium", "large": "large", "xl": "", "2.7B": "xl"}
 SHEET_TFLOPS = {"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5}
 
 
 # -- the files ------------------------------------------------------------------------------------------------
 
 
-MACHINE = ("cpu", "cpu_cores", "ram_gib", "gpu_memory_gib")
-RECORDS = read_records()
 RAW = read_tables(
     {
         "benchmark": CONFIG,
@@ -39,20 +36,6 @@ RAW = read_tables(
     }
 )
 RAW["ladder.steps"] = RAW["ladder.steps"].query("inconsistent == ''")
-RAW["runs"] = pd.DataFrame(
-    {
-        "study": record["study"],
-        "run_id": record["run_id"],
-        "status": record["status"],
-        "started_at": pd.Timestamp(record["started_at"]),
-        "seconds": record["duration_s"],
-        "measuring_s": record["measuring_s"],
-        "device": record["machine"]["device_name"],
-        **{name: record["software"][name] for name in ("torch", "cuda", "driver")},
-        **{f"machine_{name}": record["machine"][name] for name in MACHINE},
-    }
-    for _, record in RECORDS
-)
 VIEWS = Views(RAW)
 
 
@@ -90,11 +73,6 @@ def forward_flops(size: str, context_length: int, batch_size: int, vocab_size: i
     tokens = batch_size * context_length
     weights = layers * (4 * width**2 + 3 * width * feed_forward) + vocab_size * width
     return 2 * tokens * weights + 4 * tokens * context_length * width * layers
-
-
-def mean_text(values: list[float]) -> str:
-    """Format the mean and standard deviation of these values, as in "3.14 ± 0.05"."""
-    return f"{shown(statistics.mean(values))} ± {shown(statistics.stdev(values))}"
 
 
 def shown(value: float) -> str:
@@ -161,52 +139,6 @@ def expected_kernel_categories() -> Rows:
     }
 
 
-def expected_timed_steps() -> Rows:
-    result = {}
-    for key, steps in SAMPLES.items():
-        ten = [row["wall_ms"] for row in steps if not row["warmup"]][:10]
-        result[key] = {
-            "steps": len(ten),
-            "warmup_steps": sum(row["warmup"] for row in steps),
-            "mean_ms": statistics.mean(ten),
-            "std_ms": statistics.stdev(ten),
-            "text": mean_text(ten),
-        }
-    return result
-
-
-def expected_handout_times() -> Rows:
-    parts = {
-        "forward": ("forward", "total"),
-        "backward": ("forward_backward", "backward"),
-        "forward_and_backward": ("forward_backward", "total"),
-        "full_step": ("step", "total"),
-    }
-    texts = {key: row["text"] for key, row in expected_timed_steps().items()}
-    configs = {key[:-2] for key in texts}
-    return {
-        config: {name: texts.get((*config, *part), NAN) for name, part in parts.items()} for config in configs
-    }
-
-
-def expected_warm_up() -> Rows:
-    result = {}
-    for key, steps in SAMPLES.items():
-        walls = [row["wall_ms"] for row in steps]
-        for skipped in (0, 1, 2, 5):
-            ten = walls[skipped : skipped + 10]
-            if key[-2:] == ("step", "total"):
-                result[*key[:-2], skipped] = {
-                    "steps": 10,
-                    "mean_ms": statistics.mean(ten),
-                    "std_ms": statistics.stdev(ten),
-                    "first_ms": walls[skipped],
-                    "text": mean_text(ten),
-                    "after": f"after {skipped}, ms",
-                }
-    return result
-
-
 def expected_first_steps() -> Rows:
     result, delay_ms = {}, {}
     for (*config, mode, phase), steps in SAMPLES.items():
@@ -235,59 +167,6 @@ def expected_first_steps() -> Rows:
             delay_ms[tuple(config)] = row["first_excess_ms"]
     for (*config, _), row in result.items():
         row["first_delay_share"] = row["first_excess_ms"] / delay_ms[tuple(config)]
-    return result
-
-
-def expected_repeats() -> Rows:
-    groups = defaultdict(list)
-    for (study, *config, _, mode, phase), row in TIMES.items():
-        if study == "benchmark":
-            groups[*config, mode, phase].append(row)
-    result = {}
-    for key, rows in groups.items():
-        if len(rows) == 1:
-            continue
-        bound = [is_launch_bound(row) for row in rows]
-        made: Row = {
-            "processes": len(rows),
-            "is_ever_launch_bound": any(bound),
-            "is_always_launch_bound": all(bound),
-        }
-        for name, column in (("wall", "wall_ms"), ("gpu", "gpu_ms"), ("fastest", "wall_min_ms")):
-            times_ms = sorted(row[column] for row in rows)
-            made |= {f"{name}_min_ms": times_ms[0], f"{name}_max_ms": times_ms[-1]}
-            made[f"{name}_ratio"] = times_ms[-1] / times_ms[0]
-        steps = sorted(row["steps"] for row in rows)
-        made |= {"steps_min": steps[0], "steps_max": steps[-1]}
-        made |= {f"{name}_ratio_text": f"{made[f'{name}_ratio']:.3f}" for name in ("wall", "gpu")}
-        result[key] = made
-    return result
-
-
-def expected_phases() -> Rows:
-    result = {}
-    for (*case, mode, phase), row in TIMES.items():
-        if mode != "step" or phase == "total":
-            continue
-        result.setdefault(tuple(case), {})[f"{phase}_ms"] = row["gpu_ms"]
-    for row in result.values():
-        total_ms = sum(row.values())
-        row |= {name.replace("_ms", "_share"): ms / total_ms for name, ms in row.items()}
-        row["backward_ratio"] = row["backward_ms"] / row["forward_ms"]
-        row["model_share"] = (row["forward_ms"] + row["backward_ms"]) / total_ms
-    return result
-
-
-def expected_optimizers() -> Rows:
-    result = {}
-    for (study, *config), row in TIMES.items():
-        *before, optimizer, repeat, mode, phase = config
-        fused = TIMES.get((study, *before, "fused", repeat, mode, phase))
-        if (study, optimizer, mode, phase) == ("benchmark", "foreach", "step", "optimizer") and fused:
-            times_ms = row["gpu_ms"], fused["gpu_ms"]
-            result[*before, repeat] = dict(
-                zip(("foreach_ms", "fused_ms", "speedup"), (*times_ms, times_ms[0] / times_ms[1]))
-            )
     return result
 
 
@@ -338,28 +217,6 @@ def expected_compiled() -> Rows:
     return result
 
 
-def expected_models() -> Rows:
-    result = {}
-    for size, name in NAMES_2026.items():
-        width, feed_forward, layers, heads = DIMENSIONS[size]
-        block = 4 * width**2 + 3 * width * feed_forward + 2 * width
-        parameters = 2 * 10_000 * width + layers * block + width
-        values = (width, feed_forward, layers, heads, parameters, name)
-        result[(size,)] = dict(zip(("d_model", "d_ff", "layers", "heads", "parameters", "name_2026"), values))
-    return result
-
-
-def expected_runs() -> Rows:
-    result = {}
-    for row in dicts("runs"):
-        result[row["study"], row["run_id"]] = {
-            "duration_s": row["seconds"],
-            **{name: row[f"machine_{name}"] for name in MACHINE},
-            **{name: row[name] for name in DECLARED["runs"] if name in row},
-        }
-    return result
-
-
 def expected_same_steps() -> Rows:
     result = {}
     for ladder in dicts("ladder.steps"):
@@ -381,38 +238,13 @@ def expected_same_steps() -> Rows:
     return result
 
 
-def expected_divisions() -> Rows:
-    sums: dict[tuple, float] = defaultdict(float)
-    for study in ("benchmark", "mixed_precision"):
-        for row in dicts(f"{study}.operations"):
-            if "DivFunctor" in row["name"]:
-                key = (study, *(row.get(name, 0) for name in CONFIG), row["mode"])
-                sums[key] += row["gpu_ms"]
-    result = {}
-    for (study, *case), gpu_ms in sums.items():
-        other_ms = sums.get(("mixed_precision", *case))
-        if study == "benchmark" and other_ms:
-            ratio = max(gpu_ms / other_ms, other_ms / gpu_ms)
-            result[tuple(case)] = {"gpu_ms": gpu_ms, "other_gpu_ms": other_ms, "ratio": ratio}
-    return result
-
-
 DECLARED = {name: view.columns for name, view in all_views().items()}
 EXPECTED = {
     "times": expected_times,
     "kernel_categories": expected_kernel_categories,
-    "timed_steps": expected_timed_steps,
-    "handout_times": expected_handout_times,
-    "warm_up": expected_warm_up,
     "first_steps": expected_first_steps,
-    "repeats": expected_repeats,
-    "phases": expected_phases,
-    "optimizers": expected_optimizers,
     "compiled": expected_compiled,
-    "models": expected_models,
-    "runs": expected_runs,
     "same_steps": expected_same_steps,
-    "divisions": expected_divisions,
 }
 
 
