@@ -215,41 +215,6 @@ def at_peak_rates() -> dict[tuple, Row]:
     }
 
 
-def answers() -> dict[tuple, Row]:
-    shown, clock, softmax = kernels(), times(), attention()
-    return {key: answer(key, shown, clock[(*key, "forward", "total")], softmax[key]) for key in softmax}
-
-
-def answer(key: tuple, shown: dict[tuple, Row], clock: Row, softmax: Row) -> Row:
-    longest = {}
-    for mode in ("forward", "forward_backward"):
-        own = {name: row for name, row in shown.items() if name[:-1] == (*key, mode)}
-        longest[mode] = max(own, key=lambda name: own[name]["gpu_ms"])
-    first, both = (longest[mode] for mode in ("forward", "forward_backward"))
-    by_category = {mode: Counter() for mode in ("forward", "step")}
-    for mode, result in by_category.items():
-        for row in PROFILES[(*key, mode)]:
-            result[row["category"]] += row["total_ns"]
-    forward, step = by_category["forward"], by_category["step"]
-    (other, other_ns), *_ = (pair for pair in forward.most_common(2) if pair[0] != MATMUL)
-    return {
-        "projected_ms": clock["projected_ms"],
-        "wall_ms": clock["wall_ms"],
-        "launches": shown[first]["launches"],
-        "share": shown[first]["share"],
-        "stays_first": first[-1] == both[-1],
-        "both_share": shown[both]["share"],
-        "both_category": shown[both]["kernel_category"],
-        "other_category": other,
-        "other_share": other_ns / forward.total(),
-        "forward_matmul_share": forward[MATMUL] / forward.total(),
-        "step_matmul_share": step[MATMUL] / step.total(),
-        "matmul_ratio": step[MATMUL] / forward[MATMUL],
-        "softmax_time_share": softmax["time_share"],
-        "softmax_flops_share": softmax["flops_share"],
-    }
-
-
 def agreement() -> dict[tuple, Row]:
     clock = times()
     result = {}
@@ -296,7 +261,6 @@ EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
     "model_parts": (("mode", "region"), model_parts),
     "profiled_attention": ((), attention),
     "attention_at_peak_rates": (("device",), at_peak_rates),
-    "profile_answers": ((), answers),
     "profiler_agreement": (("study", "compile", "repeat", "mode", "phase"), agreement),
     "launch_timeline_busy": (("mode",), busy),
     "profile_runs": ((), tools),
@@ -311,11 +275,6 @@ def test_view_matches_recomputation_from_files(name: str):
     view = VIEWS[name]
     assert_same(keyed(view, (*CONFIG, *names)), expected)
     assert all(row.keys() == {*view} - {*CONFIG, *names} - NAMES for row in expected.values())
-
-
-def test_shares_of_a_profile_sum_to_one():
-    for name in ("profile_kernels", "region_kernels", "model_parts"):
-        assert VIEWS[name].groupby([*CONFIG, "mode"])["share"].sum().to_numpy() == pytest.approx(1)
 
 
 def test_readable_kernel_names_are_distinct_and_keep_the_tile():
