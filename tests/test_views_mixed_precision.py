@@ -15,22 +15,9 @@ from stepscope.views import Views
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer")
 CATEGORIES = {"matrix multiply": "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}
-ALL_CATEGORIES = ("matmul", "elementwise", "optimizer", "other", "cast")
-
-
 TABLES = read_tables({"mixed_precision": CONFIG})
 VIEWS = Views(TABLES)
 RAW = {name.partition(".")[2]: table.to_dict("records") for name, table in TABLES.items()}
-
-
-PARTS = {
-    "forward": ("forward_backward", "forward"),
-    "backward": ("forward_backward", "backward"),
-    "forward_and_backward": ("forward_backward", "total"),
-    "full_step": ("step", "total"),
-}
-
-NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 
 
 def of(row: Row, *names: str) -> tuple:
@@ -84,40 +71,6 @@ def gain(low: Row, exact: Row, kernels: Counter, exact_kernels: Counter) -> Row:
     }
 
 
-def shown(ms: float) -> str:
-    """Format a time with three significant digits."""
-    return f"{ms:,.0f}" if ms >= 99.95 else f"{float(f'{ms:.3g}'):#.3g}"
-
-
-def cell(row: Row) -> str:
-    text = f"{shown(row['wall_ms'])} ({shown(row['wall_q1_ms'])} to {shown(row['wall_q3_ms'])})"
-    return text + f", at best {shown(row['wall_min_ms'])}" * is_launch_bound(row)
-
-
-def times() -> dict[tuple, Row]:
-    result = defaultdict(dict)
-    for row in RAW["times"]:
-        columns = result[of(row, "precision")]
-        columns["name"] = NAMES[row["precision"]]
-        columns |= {name: cell(row) for name, part in PARTS.items() if part == (row["mode"], row["phase"])}
-        if (row["mode"], row["phase"]) == PARTS["full_step"]:
-            columns |= {name: row[name] for name in ("steps", "tokens_per_s", "peak_gib", "reserved_gib")}
-    return result
-
-
-def kernels() -> dict[tuple, Row]:
-    times, result = kernel_times(), {}
-    for (*config, precision, mode), own in times.items():
-        exact = times[(*config, "fp32", mode)]
-        for category in ALL_CATEGORIES if precision != "fp32" else ():
-            result[(*config, precision, mode, category)] = {
-                "fp32_gpu_ms": exact[category],
-                "gpu_ms": own[category],
-                "speedup": exact[category] / own[category] if exact[category] else NAN,
-            }
-    return result
-
-
 def outside(deviation: float, low: float, high: float) -> float:
     """Return the fraction of normally distributed values whose magnitude is below ``low`` or above ``high``."""
     normal = statistics.NormalDist(0, deviation)
@@ -143,53 +96,9 @@ def norms() -> dict[tuple, Row]:
     return result
 
 
-def norm_parts() -> dict[tuple, Row]:
-    lost, expected = defaultdict(list), defaultdict(dict)
-    for (*key, scale), row in norms().items():
-        lost[tuple(key)] += [scale] if row["is_lost"] else []
-    for (*config, precision, part), scales in lost.items():
-        small, large = ([scale for scale in scales if (scale < 1) == below] for below in (True, False))
-        ends = [f"{max(small):g} and less"] if small else []
-        ends += [f"{min(large):g} and more"] if large else []
-        expected[(*config, part)] |= {
-            f"{precision}_loses": ", ".join(ends) or "none",
-            f"{precision}_loses_below": f"{max(small):g}" if small else NAN,
-            f"{precision}_loses_above": f"{min(large):g}" if large else NAN,
-        }
-    return expected
-
-
-def gradients() -> dict[tuple, Row]:
-    named = {"zero": "zero_share", "norm off": "norm_error", "loss off": "loss_error"}
-    result = defaultdict(dict)
-    for (*key, quantity), value in experiment("gradients", "case", "quantity").items():
-        result[tuple(key)] |= {named[quantity]: value}
-    return result
-
-
-def trainings() -> dict[tuple, Row]:
-    losses = defaultdict(dict)
-    for (*key, step), loss in experiment("training", "case", "at").items():
-        losses[tuple(key)][step] = loss
-    result = {}
-    for (*config, case), own in losses.items():
-        base = losses[(*config, "fp32, seed 0")]
-        final = sorted(own)[-(len(own) // 4) :]
-        if own is not base:
-            result[(*config, case)] = {
-                "final_nats": math.fsum(abs(own[step] - base[step]) for step in final) / len(final),
-            }
-    return result
-
-
 EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
-    "precision_times": (("precision",), times),
     "precision_gains": (("precision", "mode"), gains),
-    "precision_kernels": (("precision", "mode", "kernel_category"), kernels),
     "layer_norm": (("precision", "part", "scale"), norms),
-    "layer_norm_parts": (("part",), norm_parts),
-    "rounded_gradients": (("case",), gradients),
-    "precision_training": (("case",), trainings),
 }
 
 
