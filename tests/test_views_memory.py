@@ -186,38 +186,6 @@ def test_custom_size_gets_no_formulas():
     )
 
 
-SAVINGS = {
-    "bf16 autocast": ({"precision": "fp32"}, {"precision": "bf16"}),
-    "fused attention and AdamW": (
-        {"attention": "naive", "optimizer": "foreach"},
-        {"attention": "sdpa", "optimizer": "fused"},
-    ),
-    "expandable segments": ({"expandable_segments": False}, {"expandable_segments": True}),
-}
-
-
-def test_memory_savings_compare_configurations_differing_in_one_change():
-    steps = {key[: len(STEP)]: row for key, row in PEAKS.items() if key[len(STEP) :] == ("step", "total")}
-    expected = {}
-    for change, (before, after) in SAVINGS.items():
-        measured = "reserved_gib" if change == "expandable segments" else "peak_gib"
-        for key, row in steps.items():
-            changed = steps.get(tuple((row | after)[name] for name in STEP))
-            if changed and all(row[name] == value for name, value in before.items()):
-                expected[(*key, change)] = (row[measured], changed[measured])
-    for key, row in CHECKPOINTS.items():
-        *step, mode, blocks, policy = key
-        if mode == "forward_backward" and policy == "every 1" and blocks == DIMENSIONS[row["size"]][2]:
-            without = CHECKPOINTS[(*key[:-1], "none")]
-            expected[(*step, "a checkpoint around each block")] = (without["peak_gib"], row["peak_gib"])
-    pairs = {
-        key: {"before_gib": before, "less_share": 1 - after / before}
-        for key, (before, after) in expected.items()
-        if not math.isnan(before + after)
-    }
-    assert_same(by_step(VIEWS["memory_savings"], "change"), pairs)
-
-
 def test_predictions_match_the_records_and_equal_the_sum_of_their_kinds():
     recorded = {key[: len(STEP)]: row for key, row in PEAKS.items() if key[len(STEP) :] == ("step", "total")}
     view = by_step(VIEWS["predictions"])
