@@ -441,7 +441,7 @@ def test_cpu_run_views_omit_only_gpu_measurements():
     # the CPU run's size is custom, so give it a known name, from which the views compute FLOPs
     raw = {name: table.assign(size="nano") for name, table in read_ladder(CPU_FOLDER).items()}
     views = Views(raw)
-    rows = {name: len(views[name]) for name in EXPECTED}
+    rows = {name: len(views[name]) for name in (*EXPECTED, "rates", "kernel_shares", "training")}
     assert rows["steps"] == len(raw["ladder.steps"]) > 0
     assert rows["loss_curves"] == len(raw["ladder.curves"]) > 0
     assert rows["ablations"] == rows["baselines"] == rows["fp8"] == 0
