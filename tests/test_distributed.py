@@ -208,13 +208,6 @@ def test_script_trains_on_two_ranks():
     assert "ddp: " in outputs[0] and "on 2 ranks" in outputs[0], outputs[0]
 
 
-def test_script_in_docs_matches_the_measured_script():
-    name = "distributed_step.py"
-    assert (PROJECT / "docs" / name).read_text() == (
-        PROJECT / "lib/stepscope/optimizations" / name
-    ).read_text()
-
-
 def test_cuda_graph_strategy_is_rejected_without_a_gpu():
     with pytest.raises(ConfigError, match="strategies: got ddp_graph, but CUDA graphs need a GPU"):
         configure("distributed", **TINY, strategies=["ddp_graph"])
