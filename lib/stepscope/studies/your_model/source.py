@@ -181,8 +181,8 @@ def checked(built: Any, device: str) -> tuple[Any, ...]:
             )
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float32:
             raise ModelError(
-                f"{truncated_repr(name)}: got {tensor.dtype}, but expected torch.float32; the ladder changes the"
-                " precision itself"
+                f"{truncated_repr(name)}: got {tensor.dtype}, but expected torch.float32, because the ladder"
+                " changes the precision itself; convert it with .float()"
             )
     return model, batch, loss
 
