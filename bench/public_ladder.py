@@ -38,25 +38,32 @@ model shallower, which saves compile time; `batch=2048` makes one too large for 
 
 {summary}
 
-The optimized step has all optimizations that were kept. Times are wall times, and the speedup is over plain fp32.
-If the GPU of the optimized step waits for the CPU, the times are those of the fastest steps, because the medians
-don't repeat well. The gradient error is that of the first gradients, relative to fp32's. Models with random
-weights may amplify any rounding, so a large error needn't be the fault of an optimization: see the limits in
-[your-model.md](your-model.md).
+The optimized step has all optimizations that were kept. Times are medians of wall times, and the speedup is over
+plain fp32. If the GPU waits for the CPU in one of the two steps, their medians vary between runs, so both times
+are those of the fastest steps. The gradient error is that of the first gradients, relative to fp32's. Models with
+random weights may amplify any rounding, so a large error needn't be the fault of an optimization: see the limits
+in [your-model.md](your-model.md).
 
-The next table shows the speedup of each optimization over the last kept step before it. In parentheses are
-optimizations that were not kept, because they gain too little, or because the compiled model is faster than
-compiled blocks (or vice versa). An optimization that doesn't make a step faster is kept if it saves over 3% of
-the GPU time of a step that waits for the CPU, because a CUDA graph removes the waiting, and if the step is at most
-20% slower; if the graph fails, the optimization stays. bf16 weights need bf16 autocast, so where bf16 autocast
-wasn't kept, their speedup includes that of bf16 autocast; bf16 moments need bf16 weights in the same way.
+The next table shows the speedup of each optimization over the last kept step before it. As each comparison chooses
+between medians and fastest steps, the speedups needn't multiply to those in the first table.
+
+An optimization in parentheses was not kept. An optimization is kept if it gains over 1%, or over 3% if the GPU's
+power limit or changing shapes make times fluctuate. Of compiled blocks and the compiled model, only the faster is
+kept. Some steps wait for the CPU. There, it must gain over 20%, but an optimization is also kept if it saves
+over 3% of GPU time and slows down the step by at most 20%, because a later CUDA graph may remove the waiting. It
+stays even if the graph fails.
+
+If bf16 autocast wasn't kept, the speedup of bf16 weights includes that of bf16 autocast. Likewise, bf16 moments
+include bf16 weights.
 
 {gained}
 
-In bf16, most timed steps of token_dropping have a number of patches that occurs for the first time, and such a
-step takes several times as long as a step with a known number.
+The number of patches of token_dropping changes from step to step. In bf16, the first step with a new number takes
+several times as long as later ones, and most timed steps were such first steps.
 
-What failed or could not be profiled:
+Channels last needs a 2-D convolution. The other reasons why an optimization failed, doesn't apply or could not be
+profiled are listed below. A profile is discarded if it shows more GPU time than an unprofiled step takes; the
+wall time is valid.
 
 {remarks}"""
 # Arguments that make a model small enough to check on a CPU.
@@ -108,7 +115,8 @@ def page(runs: Path) -> str:
             }
         )
         for step in steps[steps["reason"] != ""].itertuples():
-            if step.status == "failed" or step.reason.startswith("not profiled"):
+            is_missing = step.status in ("failed", "unsupported") and step.optimization != "channels_last"
+            if is_missing or step.reason.startswith("not profiled"):
                 remarks.append(f"* {row['model']}, {step.optimization}: {escape(step.reason)}")
     gained = pd.DataFrame(gains).drop(columns="fp32").fillna("")
     gained.columns = [column.replace("_", " ") for column in gained]
