@@ -183,7 +183,8 @@ def test_ladder_profile_ends_when_the_gpu_finishes(gpu, monkeypatch):
     monkeypatch.setattr(measure, "StepProfiler", lambda device: nullcontext(profile))
     ladder = SimpleNamespace(device="cuda", settle=lambda *_: 1.0)
     with pytest.raises(RuntimeError, match="lost"):
-        loop.Loop.profiled_operations(ladder, ladder_case(), SimpleNamespace(step=launch(gpu, 10)), False)
+        subject = SimpleNamespace(step=launch(gpu, 10), varies=False)
+        loop.Loop.profiled_operations(ladder, ladder_case(), subject, False)
     assert gpu.log[0] == ("total", "opens", 0) and gpu.left_ms == 0
 
 
@@ -195,4 +196,5 @@ def test_ladder_stops_when_the_gpu_is_lost(monkeypatch):
         raise torch.AcceleratorError("unspecified launch failure")
 
     with pytest.raises(torch.AcceleratorError):
-        loop.Loop.visit(SimpleNamespace(device="cuda", run_loaded=lose_gpu, reason_of=str), ladder_case())
+        ladder = SimpleNamespace(device="cuda", run_loaded=lose_gpu, reason_of=str, unsupported=())
+        loop.Loop.visit(ladder, ladder_case())
