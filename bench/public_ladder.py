@@ -25,6 +25,7 @@ from bench import public_models
 from bench.public_models import MODELS, Built
 from stepscope.report.load import load
 from stepscope.report.tables import escape, markdown, number
+from stepscope.stats import wall_ratio
 from stepscope.views import Views
 
 PAGE = """\
@@ -49,8 +50,8 @@ between medians and fastest steps, the speedups needn't multiply to those in the
 
 An optimization in parentheses was not kept. An optimization is kept if it gains over 1%, or over 3% if the GPU's
 power limit or changing shapes make times fluctuate. Of compiled blocks and the compiled model, only the faster is
-kept. Some steps wait for the CPU. There, it must gain over 20%, but an optimization is also kept if it saves
-over 3% of GPU time and slows down the step by at most 20%, because a later CUDA graph may remove the waiting. It
+kept. If the optimized step waits for the CPU, it must be over 20% faster. It is also kept if its GPU time is over
+3% shorter and the step is at most 20% slower, because a later CUDA graph may remove the waiting. The optimization
 stays even if the graph fails.
 
 If bf16 autocast wasn't kept, the speedup of bf16 weights includes that of bf16 autocast. Likewise, bf16 moments
@@ -101,13 +102,13 @@ def page(runs: Path) -> str:
         kept = steps[steps["kept"] == "yes"]
         first = steps.iloc[0]
         last = kept.iloc[-1] if len(kept) else first  # nothing is kept if nothing fits into memory
-        before_ms, after_ms = compared_ms(first, last)
+        time = "wall_min_ms" if first["launch_bound"] or last["launch_bound"] else "wall_ms"
         summaries.append(
             row
             | {
                 "kind": kinds.get(name, ""),
-                "fp32, ms": before_ms,
-                "optimized, ms": after_ms,
+                "fp32, ms": first[time],
+                "optimized, ms": last[time],
                 "speedup, x": last["speedup"],
                 "gradient error, %": last["gradient_error"],
                 "fp32, GiB": first["peak_gib"],
@@ -131,13 +132,6 @@ def page(runs: Path) -> str:
     )
 
 
-def compared_ms(before: Any, step: Any) -> tuple[float, float]:
-    """Return the times to compare: the minima if either step is launch-bound, else the medians."""
-    if before.launch_bound or step.launch_bound:
-        return before.wall_min_ms, step.wall_min_ms
-    return before.wall_ms, step.wall_ms
-
-
 def gain(steps: pd.DataFrame, step: Any) -> str:
     """Return a step's speedup over the previous kept step, or the reason why there is none."""
     if step.status != "ok":
@@ -145,11 +139,11 @@ def gain(steps: pd.DataFrame, step: Any) -> str:
     is_before = (steps["kept"] == "yes") & (steps.index < step.Index) & steps["wall_ms"].notna()
     if step.optimization == "compiled_model":  # an alternative to compiled blocks
         is_before &= steps["optimization"] != "compiled_blocks"
-    before = steps[is_before]
+    before = steps[is_before].tail(1)
     if not len(before):
         return ""
-    before_ms, after_ms = compared_ms(before.iloc[-1], step)
-    speedup = number(before_ms / after_ms, "x")
+    after = steps.loc[[step.Index]]
+    speedup = number(wall_ratio(before.set_axis(after.index), after).item(), "x")
     return speedup if step.kept == "yes" else f"({speedup})"
 
 

@@ -228,6 +228,25 @@ def test_profile_notebook_shows_a_capture_without_launches(monkeypatch):
     assert len(names["gpu"].operations) == 8 and len(names["gpu"].breakdowns) == 1
 
 
+def test_profile_notebook_shows_shares_of_the_median_step_and_its_longest_gap(monkeypatch):
+    monkeypatch.setattr(plt, "show", plt.close)
+    names = run_cells("profile", replaced={"display": lambda *_: None})
+    gpu, accounts, operations = names["gpu"], names["breakdowns"], names["capture"].operations
+    middle = accounts["wall"].sort_values().index[len(accounts) // 2]
+    times = (
+        operations[operations["step"] == middle].astype({"name": str}).groupby("name")["duration_ns"].sum()
+    )
+    shares = times.nlargest(15) / times.sum()
+    assert names["kernels"]["share"].tolist() == pytest.approx(shares.tolist())
+    longest, placed = names["longest"], gpu.classified_ops
+    assert longest["ms"] == names["gaps"]["ms"].max() <= accounts["idle"][middle]
+    # on each side of the gap, the plot also shows a period as long as the gap
+    until = 2 * longest["end"] - longest["begin"]
+    since = 2 * longest["begin"] - longest["end"]
+    is_shown = (placed["start_ns"] < until) & (placed["end_ns"] > since)
+    assert names["rows"].index.tolist() == placed.index[is_shown].tolist()[:2000]
+
+
 def test_answer_of_the_profile_notebook_is_folded(monkeypatch):
     monkeypatch.setattr(plt, "show", plt.close)
     shown = []

@@ -96,9 +96,26 @@ def norms() -> dict[tuple, Row]:
     return result
 
 
+def norm_parts() -> dict[tuple, Row]:
+    lost, expected = defaultdict(list), defaultdict(dict)
+    for (*key, scale), row in norms().items():
+        lost[tuple(key)] += [scale] if row["is_lost"] else []
+    for (*config, precision, part), scales in lost.items():
+        small, large = ([scale for scale in scales if (scale < 1) == below] for below in (True, False))
+        ends = [f"{max(small):g} and less"] if small else []
+        ends += [f"{min(large):g} and more"] if large else []
+        expected[(*config, part)] |= {
+            f"{precision}_loses": ", ".join(ends) or "none",
+            f"{precision}_loses_below": f"{max(small):g}" if small else NAN,
+            f"{precision}_loses_above": f"{min(large):g}" if large else NAN,
+        }
+    return expected
+
+
 EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
     "precision_gains": (("precision", "mode"), gains),
     "layer_norm": (("precision", "part", "scale"), norms),
+    "layer_norm_parts": (("part",), norm_parts),
 }
 
 

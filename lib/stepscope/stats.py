@@ -74,21 +74,31 @@ def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
     return pd.Series(results, rows.index, dtype=bool)
 
 
-def wall_speedup(before: pd.DataFrame, after: pd.DataFrame) -> pd.Series:
-    """Return each step's wall-time speedup over the step in the same row of ``before``; noise is missing.
+def either_launch_bound(before: pd.DataFrame, after: pd.DataFrame) -> pd.Series:
+    return before["launch_bound"].eq(True) | after["launch_bound"].eq(True)
+
+
+def wall_ratio(before: pd.DataFrame, after: pd.DataFrame) -> pd.Series:
+    """Return the ratio of wall times of the steps in the same row of ``before`` and ``after``.
 
     If either step is launch-bound, the minimum wall times are compared, because medians of launch-bound steps
-    aren't reproducible; a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is then noise. Otherwise, the medians
-    are compared, and every difference counts.
+    aren't reproducible. Otherwise, the medians are compared.
 
     Args:
         before, after: steps with the columns ``wall_ms``, ``wall_min_ms`` and ``launch_bound``.
     """
-    is_bound = before["launch_bound"].eq(True) | after["launch_bound"].eq(True)
-    speedup = before["wall_ms"] / after["wall_ms"]
-    speedup = speedup.mask(is_bound, before["wall_min_ms"] / after["wall_min_ms"])
+    fastest = before["wall_min_ms"] / after["wall_min_ms"]
+    return (before["wall_ms"] / after["wall_ms"]).mask(either_launch_bound(before, after), fastest)
+
+
+def wall_speedup(before: pd.DataFrame, after: pd.DataFrame) -> pd.Series:
+    """Return :func:`wall_ratio`, in which noise is missing.
+
+    A difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise if either step is launch-bound.
+    """
+    speedup = wall_ratio(before, after)
     is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
-    return speedup.mask(is_bound & is_close)
+    return speedup.mask(either_launch_bound(before, after) & is_close)
 
 
 def spread_ms(rows: pd.DataFrame) -> pd.Series:

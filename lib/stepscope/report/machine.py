@@ -347,7 +347,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         names |= {
             "left_out": left_out(part),
             "runs_found": runs_found(part, runs, out),
-            "studies": [*{record.study: None for record in part.records}],
+            "studies": sorted({record.study for record in part.records}),
             "on_device": f" ({escape(device)})" if len(parts) > 1 else "",
         }
         document = Document(FOLDER, shared | names, all_figures())

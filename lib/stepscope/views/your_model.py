@@ -5,7 +5,7 @@ import math
 import pandas as pd
 
 from stepscope.report.tables import quartiles
-from stepscope.stats import launch_bound_rows
+from stepscope.stats import either_launch_bound, launch_bound_rows, wall_ratio
 from stepscope.studies.your_model.tables import CONFIG, SCHEMAS
 from stepscope.views import Views, view
 from stepscope.views.ladder import NAMES
@@ -32,15 +32,14 @@ def model_steps(data: Views) -> pd.DataFrame:
     varying = steps["run_id"].map(results.set_index("run_id")["varying"])
     repeats_work = varying.isna() | (varying == "")
     is_bound = launch_bound_rows(steps) & steps["enqueue_ms"].notna() & repeats_work
+    steps = steps.assign(launch_bound=is_bound)
     run = steps["run_id"]
     is_fp32 = ~run.duplicated()
-    fp32 = steps[is_fp32].set_index("run_id").loc[run, ["wall_ms", "wall_min_ms"]].set_axis(steps.index)
-    takes_best = is_bound | run.isin(run[is_bound & is_fp32])
+    fp32 = steps[is_fp32].set_index("run_id").loc[run].set_axis(steps.index)
+    takes_best = either_launch_bound(fp32, steps)
     is_compared = takes_best | is_fp32 & run.isin(run[takes_best])
-    speedups = fp32 / steps[["wall_ms", "wall_min_ms"]]
     return steps.assign(
-        speedup=speedups["wall_min_ms"].where(takes_best, speedups["wall_ms"]),
-        launch_bound=is_bound,
+        speedup=wall_ratio(fp32, steps),
         name=steps["optimization"].map(NAMES | OTHER_NAMES),
         quartiles=quartiles(steps),
         best_ms=steps["wall_min_ms"].where(is_compared),

@@ -198,12 +198,8 @@ def speedup(before: Outcome, outcome: Outcome) -> float:
     The medians are also compared if the steps do different work.
     """
     is_bound = is_launch_bound(before.row) or is_launch_bound(outcome.row)
-    return wall_ms(before, is_bound) / wall_ms(outcome, is_bound)
-
-
-def wall_ms(outcome: Outcome, is_bound: bool) -> float:
     name = "wall_min_ms" if is_bound and not outcome.varies else "wall_ms"
-    return outcome.row.get(name, math.nan)
+    return before.row.get(name, math.nan) / outcome.row.get(name, math.nan)
 
 
 def why_dropped_launch_bound(outcome: Outcome, before: Outcome) -> str:
@@ -215,7 +211,7 @@ def why_dropped_launch_bound(outcome: Outcome, before: Outcome) -> str:
     work, there can be no CUDA graph.
     """
     row = outcome.row
-    wall_speedup = wall_ms(before, True) / wall_ms(outcome, True)
+    wall_speedup = speedup(before, outcome)
     gpu_speedup = before.row.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
     # A step that isn't launch-bound, such as a CUDA graph, has a reproducible time.
     min_speedup = 1 + MIN_LAUNCH_BOUND_GAIN if is_launch_bound(row) else MIN_NOISY_SPEEDUP
