@@ -34,8 +34,8 @@ PAGE = """\
 This page shows what `stepscope ladder` found for {models} models, on an {device} with PyTorch {torch} and
 transformers {transformers}. `bench/public_models.py` builds them with random weights: from configurations of
 transformers and torchvision, or, where it defines a class, from the class. An argument such as `layers=4` makes a
-model shallower, which saves compile time; `batch=2048` makes one too large for the GPU's memory.
-`python -m bench.public_ladder --runs FOLDER` measures all models.
+model shallower, which saves compile time; `batch=2048` makes one too large for the GPU's memory. The other
+arguments are the defaults. `python -m bench.public_ladder --runs FOLDER` measures all models.
 
 {summary}
 
@@ -92,7 +92,8 @@ def page(runs: Path) -> str:
     tables = load(runs)
     run = tables["runs"].iloc[0]
     software = json.loads(next(runs.glob("*/*/record.json")).read_text())["software"]
-    kinds = {build.__name__: kind for build, (kind, _) in MODELS.items()}
+    builds = {build.__name__: build for build in MODELS}
+    parameters = tables["your_model.results"].set_index(["model", "arguments"])["parameters"]
     gains, summaries, remarks = [], [], []
     all_steps = Views(tables)["model_steps"]
     for (model, arguments), steps in all_steps.groupby(["model", "arguments"], sort=False):
@@ -106,7 +107,9 @@ def page(runs: Path) -> str:
         summaries.append(
             row
             | {
-                "kind": kinds.get(name, ""),
+                "kind": MODELS[builds[name]][0],
+                "parameters, millions": parameters[model, arguments] / 1e6,
+                "other arguments": defaults(builds[name], arguments),
                 "fp32, ms": first[time],
                 "optimized, ms": last[time],
                 "speedup, x": last["speedup"],
@@ -130,6 +133,13 @@ def page(runs: Path) -> str:
         gained=markdown(gained),
         remarks="\n".join(remarks),
     )
+
+
+def defaults(build: Callable[..., Built], arguments: str) -> str:
+    """Return the arguments of a model's function that a run left at their defaults, for example ``batch=8``."""
+    given = {argument.partition("=")[0] for argument in arguments.split()}
+    default = {name: parameter.default for name, parameter in inspect.signature(build).parameters.items()}
+    return " ".join(f"{name}={value}" for name, value in default.items() if name not in given)
 
 
 def gain(steps: pd.DataFrame, step: Any) -> str:
