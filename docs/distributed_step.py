@@ -6,6 +6,16 @@ trains the model of `fast_step.py`, which must be in the same folder, on random 
 milliseconds per step. `--batch` is the batch size of each rank, so n GPUs train on n times as many tokens. Each
 strategy is a function below; select one by name with `--strategy`. Without a GPU, the ranks communicate through
 gloo.
+
+The strategies make these assumptions about a model of your own:
+
+* All ranks start with equal weights, for example from the same seed. Only the strategies that use DDP copy
+  rank 0's weights to the other ranks.
+* Every parameter that requires a gradient gets one in every step. Freeze parameters that the model doesn't use,
+  with `requires_grad_(False)`.
+* Buffers don't change during training, because no strategy communicates them. For example, BatchNorm's running
+  statistics would differ between the ranks.
+* `model.blocks` contains the layers; only `fsdp` and `compile_blocks` need this.
 """
 
 import argparse
@@ -21,7 +31,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -53,10 +62,14 @@ class Message(NamedTuple):
 
 
 class Distributed(NamedTuple):
-    """A strategy applied to a model: a step, which returns the rank's loss, and the collectives of the step."""
+    """A strategy applied to a model.
+
+    It consists of a step, which returns the rank's loss, the step's collectives, and the step's optimizer.
+    """
 
     step: Callable[[], torch.Tensor]
     messages: Callable[[], list[Message]]  # call it after the warm-up
+    optimizer: torch.optim.Optimizer
 
 
 def compute(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -71,6 +84,10 @@ def compute(model: nn.Module, batch: Batch) -> torch.Tensor:
 def adamw(model: nn.Module, rate: float = 3e-4) -> torch.optim.Optimizer:
     on_gpu = next(model.parameters()).is_cuda
     return torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def training_step(
@@ -92,26 +109,28 @@ def training_step(
 # <strategies>
 def alone(model: nn.Module, batch: Batch) -> Distributed:
     """Train on each GPU separately and without communication, as a control."""
-    return Distributed(training_step(model, adamw(model), batch), list)
+    optimizer = adamw(model)
+    return Distributed(training_step(model, optimizer, batch), list, optimizer)
 
 
 def naive(model: nn.Module, batch: Batch) -> Distributed:
     """Average the gradients after backward with one all-reduce per parameter."""
-    parameters = list(model.parameters())
+    optimizer, parameters = adamw(model), trained_parameters(model)
 
     def average_gradients() -> None:
         for parameter in parameters:
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
     def messages() -> list[Message]:
-        return [Message("all_reduce", parameter.numel(), torch.float32) for parameter in parameters]
+        return [Message("all_reduce", parameter.numel(), parameter.dtype) for parameter in parameters]
 
-    return Distributed(training_step(model, adamw(model), batch, average_gradients), messages)
+    step = training_step(model, optimizer, batch, average_gradients)
+    return Distributed(step, messages, optimizer)
 
 
 def flat(model: nn.Module, batch: Batch) -> Distributed:
     """Copy all gradients into one buffer after backward, and average them with one all-reduce."""
-    parameters = list(model.parameters())
+    optimizer, parameters = adamw(model), trained_parameters(model)
 
     def average_gradients() -> None:
         gradients = [parameter.grad for parameter in parameters]
@@ -120,14 +139,15 @@ def flat(model: nn.Module, batch: Batch) -> Distributed:
         torch._foreach_copy_(gradients, _unflatten_dense_tensors(buffer, gradients))
 
     def messages() -> list[Message]:
-        return [Message("all_reduce", sum(p.numel() for p in parameters), torch.float32)]
+        return [Message("all_reduce", sum(p.numel() for p in parameters), parameters[0].dtype)]
 
-    return Distributed(training_step(model, adamw(model), batch, average_gradients), messages)
+    step = training_step(model, optimizer, batch, average_gradients)
+    return Distributed(step, messages, optimizer)
 
 
 def overlapped(model: nn.Module, batch: Batch) -> Distributed:
     """Start each parameter's all-reduce once backward has its gradient; wait for all before the optimizer runs."""
-    parameters = list(model.parameters())
+    optimizer, parameters = adamw(model), trained_parameters(model)
     works = []
 
     def start(parameter: torch.Tensor) -> None:
@@ -142,9 +162,9 @@ def overlapped(model: nn.Module, batch: Batch) -> Distributed:
         parameter.register_post_accumulate_grad_hook(start)
 
     def messages() -> list[Message]:
-        return [Message("all_reduce", parameter.numel(), torch.float32) for parameter in parameters]
+        return [Message("all_reduce", parameter.numel(), parameter.dtype) for parameter in parameters]
 
-    return Distributed(training_step(model, adamw(model), batch, wait), messages)
+    return Distributed(training_step(model, optimizer, batch, wait), messages, optimizer)
 
 
 def ddp(
@@ -160,28 +180,29 @@ def ddp(
     Args:
         bucket_mib: the size of a bucket; None for DDP's defaults, with a smaller first bucket of 1 MiB.
         bf16_gradients: all-reduce the gradients in bf16.
-        communicate: if False, the buckets are filled and copied back, but not communicated, as a control.
+        communicate: if False, all-reduce within a group of one rank, which sends nothing. This is a control with
+            DDP's overhead and the same kernels.
         make_optimizer: returns the optimizer of a model.
     """
     # otherwise torch.compile would split each block at the bucket boundaries
     torch._dynamo.config.optimize_ddp = False
-    replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
-    replica.broadcast_buffers = False  # the buffers never change
-    if not communicate:
-        replica.register_comm_hook(None, noop_hook)
-    elif bf16_gradients:
-        replica.register_comm_hook(None, bf16_compress_hook)
-    step = training_step(replica, make_optimizer(model), batch)
-    dtype = torch.bfloat16 if bf16_gradients else torch.float32
+    group = None if communicate else dist.new_subgroups(1)[0]
+    replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mib)
+    replica.broadcast_buffers = False  # buffers never change here; if yours do, remove this line
+    if bf16_gradients:
+        replica.register_comm_hook(group, bf16_compress_hook)
+    optimizer = make_optimizer(model)
+    dtype = trained_parameters(model)[0].dtype
 
     def messages() -> list[Message]:
         if not communicate:
             return []
         data = replica._get_ddp_logging_data()
-        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]  # in bytes, for fp32 gradients
-        return [Message("all_reduce", int(size) // 4, dtype) for size in sizes.split(",")]
+        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]  # in bytes, before compression
+        sent = torch.bfloat16 if bf16_gradients else dtype
+        return [Message("all_reduce", int(size) // dtype.itemsize, sent) for size in sizes.split(",")]
 
-    return Distributed(step, messages)
+    return Distributed(training_step(replica, optimizer, batch), messages, optimizer)
 
 
 def zero1(model: nn.Module, batch: Batch) -> Distributed:
@@ -195,10 +216,10 @@ def zero1(model: nn.Module, batch: Batch) -> Distributed:
     distributed = ddp(model, batch, make_optimizer=sharded_adamw)
 
     def messages() -> list[Message]:
-        updates = [Message("broadcast", parameter.numel(), torch.float32) for parameter in parameters]
+        updates = [Message("broadcast", parameter.numel(), parameter.dtype) for parameter in parameters]
         return distributed.messages() + updates
 
-    return Distributed(distributed.step, messages)
+    return distributed._replace(messages=messages)
 
 
 class ReduceScatter(DefaultReduceScatter):
@@ -221,6 +242,9 @@ def fsdp(
 ) -> Distributed:
     """Shard weights, gradients and moments with FSDP2, which gathers each block's weights when it needs them.
 
+    The layers must be in `model.blocks`. Each rank builds the complete model before it is sharded, so the weights
+    must fit on one GPU.
+
     Args:
         reshard: free the gathered weights after forward, and gather them again for backward.
         bf16_reduction: reduce the gradients in bf16.
@@ -236,6 +260,7 @@ def fsdp(
     is_bf16 = batch.precision == "bf16"
     reduced = torch.bfloat16 if is_bf16 and bf16_reduction else torch.float32
     policy = MixedPrecisionPolicy(torch.bfloat16 if is_bf16 else None, reduced)
+    gathered = policy.param_dtype or next(model.parameters()).dtype
     groups = [[*block.parameters()] for block in model.blocks]
     in_blocks = {id(parameter) for group in groups for parameter in group}
     outside = [parameter for parameter in model.parameters() if id(parameter) not in in_blocks]
@@ -254,26 +279,43 @@ def fsdp(
         if not communicate:
             return []
         gathers = [number_outside, *numbers * (2 if reshard else 1)]  # the root stays gathered until backward
-        gathered = [Message("all_gather", number, policy.param_dtype or torch.float32) for number in gathers]
-        return gathered + [Message("reduce_scatter", n, reduced) for n in [number_outside, *numbers]]
+        weights = [Message("all_gather", number, gathered) for number in gathers]
+        return weights + [Message("reduce_scatter", n, reduced) for n in [number_outside, *numbers]]
 
-    return Distributed(training_step(model, adamw(model), batch), messages)
+    optimizer = adamw(model)
+    return Distributed(training_step(model, optimizer, batch), messages, optimizer)
 
 
 def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: int = 11) -> Distributed:
     """Capture a strategy's step, including its communication, as one CUDA graph.
 
+    The warm-up runs on the current batch, but it changes neither weights nor buffers nor the random state, and it
+    resets AdamW's moments and step count to zero. To resume from a checkpoint, load the optimizer's state with
+    `resume` of `fast_step.py`, because the graph reads the existing tensors.
+
     Args:
         make: a function that applies the strategy. It is called on the capture's stream, because DDP must be built
-            there.
+            there. The optimizer must be one that a CUDA graph can capture, such as `graph_adamw`.
         warmup_steps: the number of warm-up steps before the capture; DDP needs 11.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), torch.random.fork_rng([torch.cuda.current_device()]):
         distributed = make()
+        optimizer = distributed.optimizer
+        rates = [group["lr"] for group in optimizer.param_groups]
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        for group in optimizer.param_groups:
+            group["lr"] = 0 * group["lr"]  # so that the warm-up changes no weights
         for _ in range(warmup_steps):
             distributed.step()
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        for buffer, before in zip(model.buffers(), buffers):
+            buffer.copy_(before)
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
         model.zero_grad(set_to_none=True)  # the graph allocates its own gradients
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
@@ -287,7 +329,7 @@ def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: in
         graph.replay()
         return loss  # overwritten by the next replay
 
-    return Distributed(replay, distributed.messages)
+    return distributed._replace(step=replay)
 
 
 def graph_adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -296,16 +338,23 @@ def graph_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
 
 
-def ddp_graph(model: nn.Module, batch: Batch, bucket_mib: float = 100, **options) -> Distributed:
+def ddp_graph(
+    model: nn.Module,
+    batch: Batch,
+    bucket_mib: float = 100,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = graph_adamw,
+    **options,
+) -> Distributed:
     """Run DDP's step, including its all-reduces, as one CUDA graph that the host launches with one call."""
-    make = partial(ddp, model, batch, bucket_mib, make_optimizer=graph_adamw, **options)
+    make = partial(ddp, model, batch, bucket_mib, make_optimizer=make_optimizer, **options)
     return in_graph(make, model)
 
 
 def alone_graph(model: nn.Module, batch: Batch) -> Distributed:
     """Train on each GPU separately with the step captured as one CUDA graph, as a control."""
-    step = training_step(model, graph_adamw(model), batch)
-    return in_graph(lambda: Distributed(step, list), model)
+    optimizer = graph_adamw(model)
+    step = training_step(model, optimizer, batch)
+    return in_graph(lambda: Distributed(step, list, optimizer), model)
 
 
 # </strategies>
@@ -361,15 +410,27 @@ def compile_blocks(model: nn.Module) -> None:
         block.forward = torch.compile(block.forward, dynamic=False)
 
 
-def start_process_group() -> torch.device:
-    """Join the process group of the ranks that torchrun started, and return this rank's device."""
-    os.environ.setdefault(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-    )  # otherwise, the error handling's queries would break the capture of a CUDA graph
+def start_process_group(for_graph: bool = False) -> torch.device:
+    """Join the process group of the ranks that torchrun started, and return this rank's device.
+
+    Args:
+        for_graph: whether this rank will capture a CUDA graph that contains collectives.
+    """
+    if "RANK" not in os.environ:
+        raise SystemExit(
+            "start this script with torchrun, for example: torchrun --nproc_per_node=2 distributed_step.py"
+        )
+    if for_graph:
+        # NCCL's error handling would break the capture with its queries. The other strategies need it: without it,
+        # a rank waits forever for a rank that hangs.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local_rank >= gpus:
+        raise SystemExit(f"no GPU for rank {local_rank}: start at most {gpus}, with --nproc_per_node={gpus}")
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device
@@ -392,7 +453,10 @@ def main(arguments: list[str] | None = None) -> None:
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(arguments)
-    device = start_process_group()
+    is_graph = options.strategy.endswith("_graph")
+    if is_graph and not torch.cuda.is_available():
+        raise SystemExit(f"{options.strategy} needs a GPU for its CUDA graph; select another --strategy")
+    device = start_process_group(is_graph)
     torch.manual_seed(0)  # the same weights on all ranks
     with device:
         model = Model(

@@ -1,21 +1,31 @@
 """Test the distributed step: strategies, controls, the ranks' profiles, and ranks that fail."""
 
+import contextlib
+import copy
+import gc
+import os
 import re
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pandas as pd
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from cells import run_cells
 from stepscope import PROJECT
 from stepscope.config import ConfigError, configure
 from stepscope.model.flops import parameter_count
-from stepscope.optimizations.distributed_step import Distributed, adamw, alone, training_step
+from stepscope.optimizations import distributed_step
+from stepscope.optimizations.distributed_step import Batch, Distributed, adamw, alone, training_step
 from stepscope.studies.distributed import launch
 from stepscope.studies.distributed.config import STRATEGIES
 from stepscope.studies.distributed.launch import measure_strategies
@@ -33,14 +43,15 @@ TINY = {
 
 def flat(model, batch):
     """Leave the gradients unaveraged; the numerics check must detect this fault."""
-    return Distributed(training_step(model, adamw(model), batch), list)
+    optimizer = adamw(model)
+    return Distributed(training_step(model, optimizer, batch), list, optimizer)
 
 
 def overlapped(model, batch):
     """Make rank 1 exit without an error message, to test how the notebook reports a lost rank."""
     import os  # imported here, because the ranks receive only the source of this function
 
-    if dist.get_rank() == 1:  # noqa: F821 defined by the script
+    if dist.get_rank() == 1:
         os._exit(3)
     return alone(model, batch)
 
@@ -59,8 +70,8 @@ def slept(step, seconds):
 def zero1(model, batch):
     """Make rank 1 sleep for 0.3 s before each step, so that rank 0 waits for rank 1 in the first all-reduce."""
     distributed = naive(model, batch)  # noqa: F821 defined by the script
-    seconds = 0.3 if dist.get_rank() == 1 else 0  # noqa: F821
-    return Distributed(slept(distributed.step, seconds), distributed.messages)
+    seconds = 0.3 if dist.get_rank() == 1 else 0
+    return distributed._replace(step=slept(distributed.step, seconds))
 
 
 FIELDS = TINY | {
@@ -110,7 +121,9 @@ def test_controls_do_not_communicate(results, steps):
     controls = [name for name, strategy in STRATEGIES.items() if not strategy.control and name in steps.index]
     assert len(controls) == 3
     communication_ms = results.ranks.groupby("strategy")["communication_ms"].max()
-    assert (communication_ms[controls] == 0).all() and (steps.loc[controls, "messages"] == 0).all()
+    assert (steps.loc[controls, "messages"] == 0).all()
+    # gloo, unlike NCCL, runs the all-reduces of ddp_alone, whose groups have one rank
+    assert (communication_ms[["alone", "fsdp_alone"]] == 0).all()
     assert (communication_ms[["naive", "ddp_25_mib", "fsdp"]] > 0).all()
 
 
@@ -206,6 +219,135 @@ def test_script_trains_on_two_ranks():
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert "ddp: " in outputs[0] and "on 2 ranks" in outputs[0], outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "start this script with torchrun, for example: torchrun --nproc_per_node=2 distributed_step.py"),
+        (["--strategy=ddp_graph"], "ddp_graph needs a GPU for its CUDA graph; select another --strategy"),
+    ],
+)
+def test_script_run_incorrectly_gives_one_line_error(arguments, message):
+    command = [sys.executable, "docs/distributed_step.py", *arguments]
+    environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, message + "\n")
+
+
+def test_rank_without_a_gpu_gives_one_line_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(os, "environ", {"RANK": "2", "LOCAL_RANK": "2"})
+    with pytest.raises(SystemExit, match="no GPU for rank 2: start at most 2, with --nproc_per_node=2"):
+        distributed_step.start_process_group()
+
+
+def test_nccl_error_handling_is_off_only_for_graphs(monkeypatch):
+    environment = {"RANK": "0"}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    distributed_step.start_process_group()
+    assert environment == {"RANK": "0"}
+    distributed_step.start_process_group(for_graph=True)
+    assert environment == {"RANK": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+@pytest.fixture
+def one_rank():
+    """Join a process group of one rank in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()  # otherwise, gloo may hang
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def cuda_stub(monkeypatch):
+    """Replace the functions of torch.cuda that `in_graph` calls. A capture then executes the step."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    replacements = {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_device": lambda: 0,
+        "get_rng_state": lambda device: None,
+        "set_rng_state": lambda state, device: None,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "CUDAGraph": lambda: None,
+        "graph": lambda graph, stream: contextlib.nullcontext(),
+    }
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+
+
+def small_model(dtype=torch.float32):
+    """Return a model with dropout and with buffers that change during training, and a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 10))
+    batch = Batch(torch.randn(4, 3, dtype=dtype), torch.randint(10, (4,)), "fp32")
+    return model.to(dtype), batch
+
+
+def test_building_a_graph_changes_neither_model_nor_optimizer_nor_random_state(cuda_stub):
+    model, batch = small_model()
+    rate = torch.tensor(1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    train = training_step(model, optimizer, batch)
+    states = []
+
+    def step():
+        moments = [each["exp_avg"] for each in optimizer.state.values()]
+        random = torch.get_rng_state()
+        states.append(copy.deepcopy(({"random": random} | model.state_dict(), moments)))
+        return train()
+
+    def make():
+        return Distributed(step, list, optimizer)
+
+    assert distributed_step.in_graph(make, model).optimizer is optimizer
+    before, (warm, _), (captured, moments) = states[0][0], states[-2], states[-1]
+    assert len(states) == 12 and not torch.equal(warm["1.running_mean"], before["1.running_mean"])
+    torch.testing.assert_close(captured, before, rtol=0, atol=0)
+    assert len(moments) == 6 and not any(moment.any() for moment in moments)
+    # the step that was captured was the optimizer's first one, at the original rate
+    assert optimizer.param_groups[0]["lr"] is rate and rate == torch.tensor(1e-3)
+    assert all(each["step"] == 1 for each in optimizer.state.values())
+
+
+def test_ddp_graph_uses_and_returns_the_optimizer_that_the_caller_makes(one_rank, cuda_stub):
+    model, batch = small_model()
+    optimizer = adamw(model)
+    distributed = distributed_step.ddp_graph(model, batch, make_optimizer=lambda model: optimizer)
+    assert distributed.optimizer is optimizer and optimizer.state
+
+
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped", "ddp"])
+def test_frozen_parameters_are_not_communicated_and_messages_have_the_gradients_dtype(one_rank, strategy):
+    model, batch = small_model(torch.bfloat16)
+    model[0].weight.requires_grad_(False)
+    distributed = distributed_step.STRATEGIES[strategy](model, batch)
+    for _ in range(2):
+        distributed.step()
+    messages = distributed.messages()
+    assert {message.dtype for message in messages} == {torch.bfloat16}
+    assert sum(message.elements for message in messages) == 8 + 8 + 8 + 8 * 10 + 10
+
+
+def test_ddp_control_runs_the_same_operations_as_ddp(one_rank):
+    operations = {}
+    for communicate in (True, False):
+        model, batch = small_model()
+        distributed = distributed_step.ddp(model, batch, communicate=communicate)
+        assert bool(distributed.messages()) == communicate
+        for _ in range(2):  # DDP rebuilds its buckets in the second step
+            distributed.step()
+        with torch.profiler.profile() as profile:
+            distributed.step()
+        operations[communicate] = Counter(event.name for event in profile.events())
+    assert operations[False] == operations[True] and operations[True]["c10d::allreduce_"] == 1
 
 
 def test_cuda_graph_strategy_is_rejected_without_a_gpu():

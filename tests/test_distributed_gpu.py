@@ -26,8 +26,9 @@ def averaged(model, batch, cycles):
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)  # noqa: F821 defined by the script
 
-    step = training_step(model, graph_adamw(model), batch, average_gradients)
-    return in_graph(lambda: Distributed(step, list), model)
+    optimizer = graph_adamw(model)
+    step = training_step(model, optimizer, batch, average_gradients)
+    return in_graph(lambda: Distributed(step, list, optimizer), model)
 
 
 def flat(model, batch):
@@ -46,13 +47,42 @@ def overlapped(model, batch):
     return averaged(model, batch, cycles if dist.get_rank() == 1 else 0)  # noqa: F821
 
 
+def naive(model, batch):
+    """Fail unless building DDP's graph changes neither weights nor moments, and replays read the learning rate."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def is_unchanged():
+        return all(map(torch.equal, model.parameters(), before))
+
+    distributed = ddp_graph(model, batch)  # noqa: F821 defined by the script
+    assert is_unchanged(), "building the graph changed the weights"
+    states = distributed.optimizer.state.values()
+    assert not any(tensor.any() for state in states for tensor in state.values()), "moments are not zero"
+    rate = distributed.optimizer.param_groups[0]["lr"]
+    rate.zero_()
+    distributed.step()
+    assert is_unchanged(), "a step at a learning rate of zero changed the weights"
+    rate.fill_(3e-4)
+    distributed.step()
+    assert not is_unchanged(), "a step at the usual learning rate didn't change the weights"
+    return distributed
+
+
 @pytest.fixture(scope="module")
-def ranks():
-    strategies = ["flat", "overlapped", "ddp_alone_graph", "ddp_graph"]
+def results():
+    strategies = ["naive", "flat", "overlapped", "ddp_alone", "ddp_25_mib", "ddp_alone_graph", "ddp_graph"]
     config = configure("distributed", **SMALL, strategies=strategies)
-    results = measure_strategies(config, averaged=averaged, flat=flat, overlapped=overlapped)
-    assert (results.steps["status"] == "ok").all(), results.steps["reason"].tolist()
+    functions = {"averaged": averaged, "naive": naive, "flat": flat, "overlapped": overlapped}
+    return measure_strategies(config, **functions)
+
+
+@pytest.fixture(scope="module")
+def ranks(results):
     return results.ranks.set_index(["strategy", "rank"])
+
+
+def test_every_strategy_runs(results):
+    assert (results.steps["status"] == "ok").all(), results.steps["reason"].tolist()
 
 
 def test_delay_on_one_gpu_is_detected_and_attributed_to_its_rank(ranks):
@@ -64,3 +94,14 @@ def test_delay_on_one_gpu_is_detected_and_attributed_to_its_rank(ranks):
 def test_cuda_graph_contains_the_communication(ranks):
     assert ranks.loc["ddp_graph", "communication_ms"].min() > 0
     assert (ranks.loc["ddp_alone_graph", "communication_ms"] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "control"), [("ddp_25_mib", "ddp_alone"), ("ddp_graph", "ddp_alone_graph")]
+)
+def test_ddp_control_runs_the_same_kernels_without_communication(results, strategy, control):
+    counts = results.kernels.set_index(["strategy", "rank", "kernel_category"])["count"]
+    assert "communication" not in counts[control].index.get_level_values("kernel_category")
+    assert (
+        counts[strategy].drop("communication", level="kernel_category").to_dict() == counts[control].to_dict()
+    )

@@ -88,7 +88,7 @@ class Rank:
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
-        self.device = distributed_step.start_process_group()
+        self.device = distributed_step.start_process_group(for_graph=True)
         self.on_gpu = self.device.type == "cuda"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.memory = Memory()
