@@ -93,6 +93,11 @@ def test_function_name_takes_precedence_over_template_arguments(name, expected):
     assert family(name) == expected
 
 
+@pytest.mark.parametrize("name", ["broadcast", "gather", "scatter", "reduce", "send", "recv", "all_reduce"])
+def test_gloo_operation_is_communication(name):
+    assert family(f"gloo:{name}") == "communication"
+
+
 def test_softmax_category_depends_on_its_region():
     rows = pd.DataFrame(
         {

@@ -1,6 +1,7 @@
 """Test the comparison of ranks in a distributed step: transfer, waiting, and which rank the others wait for."""
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,12 +67,17 @@ def test_late_rank_is_identified_by_the_waiting_time_of_the_other_ranks(tmp_path
     assert "rank 0 waits 40.0 ms per step for rank 1" in lines["waiting"].text and "clocks" not in lines
 
 
-def test_shifted_timestamps_are_detected_and_do_not_count_as_waiting(tmp_path):
-    paths = [rank_trace(tmp_path, 0, (0, 0)), rank_trace(tmp_path, 1, (0, 0), shift=20_000)]
+@pytest.mark.parametrize(
+    ("shift_ms", "shown", "is_doubtful"), [(20, "20.0", False), (3_600_000, "3,600,000", True)]
+)
+def test_shifted_timestamps_are_detected_and_do_not_count_as_waiting(tmp_path, shift_ms, shown, is_doubtful):
+    paths = [rank_trace(tmp_path, 0, (0, 0)), rank_trace(tmp_path, 1, (0, 0), shift=1000 * shift_ms)]
     lines = {line.label: line for line in profile_ranks(paths)}
-    assert lines["clocks"].values["offsets_ms"] == pytest.approx([0, 20])
-    assert "rank 1's timestamps are 20.0 ms ahead of rank 0's" in lines["clocks"].text
+    assert lines["clocks"].values["offsets_ms"] == pytest.approx([0, shift_ms])
+    assert f"rank 1's timestamps are {shown} ms ahead of rank 0's" in lines["clocks"].text
+    assert ("different runs" in lines["clocks"].text) == is_doubtful
     assert lines["waiting"].values["waits"] == []
+    assert [lines[f"rank {rank}"].values["last"] for rank in range(2)] == [0, 0]
 
 
 def test_shifted_timestamps_are_attributed_to_the_shifted_rank(tmp_path):
@@ -113,10 +119,25 @@ def test_collectives_of_different_process_groups_are_not_matched(tmp_path):
 
 
 def test_different_numbers_of_collectives_are_not_matched(tmp_path):
-    paths = [rank_trace(tmp_path, 0, (0, 0)), rank_trace(tmp_path, 1, (0, 0), collectives=3)]
+    paths = [rank_trace(tmp_path, 0, (0, 8_000)), rank_trace(tmp_path, 1, (0, 8_000), collectives=3)]
     gpus = [next(devices(load_capture(path))) for path in paths]
     comparison = compare_ranks(gpus)
     assert comparison.collectives.empty and comparison.unmatched == 3 * (2 + 3)
+    # each step's first all-reduce becomes a broadcast, which the ranks share
+    traces = [json.loads(path.read_text()) for path in paths]
+    for trace, collectives in zip(traces, (2, 3)):
+        kernels = [event for event in trace["traceEvents"] if event["name"] == ALL_REDUCE]
+        for kernel in kernels[::collectives]:
+            kernel["name"] = "ncclDevKernel_Broadcast_RING_LL(x)"
+    # in a pipeline, ranks send different numbers of messages, but different numbers of all-reduces are suspicious
+    for kind, waits_ms in (("SendRecv", [8]), ("AllReduce", [])):
+        for path, trace in zip(paths, traces):
+            path.write_text(json.dumps(trace).replace("AllReduce", kind))
+        lines = {line.label: line for line in profile_ranks(paths)}
+        assert [wait["ms"] for wait in lines["waiting"].values["waits"]] == pytest.approx(waits_ms)
+        assert ("different runs" in lines["waiting"].text) == (not waits_ms)
+        assert ("matched: 1 collective per step (broadcast);" in lines["ranks"].text) == bool(waits_ms)
+        assert lines["rank 1"].text.endswith("arrives last at 1 of 1 collective") == bool(waits_ms)
 
 
 def test_kernels_that_end_at_different_times_are_not_one_collective(tmp_path):
@@ -137,6 +158,47 @@ def test_kernels_that_end_at_different_times_are_not_one_collective(tmp_path):
     values = lines["rank 0"].values  # per collective: 5 ms of transfer, and 8 ms of waiting for rank 1
     assert values["transfer_ms"] == pytest.approx(10) and values["unmatched_ms"] == pytest.approx(5 + 8)
     assert "unmatched communication 13.0" in lines["rank 0"].text
+    for kernel in kernels[1::3]:
+        kernel["ts"] += 20_000
+    paths[1].write_text(json.dumps(trace))
+    lines = {line.label: line for line in profile_ranks(paths)}
+    assert lines["ranks"].values["collectives"] == 0 and lines["ranks"].values["mismatched"] == 6
+    assert lines["waiting"].values["waits"] == [] and "different runs" in lines["waiting"].text
+    assert "last" not in lines["rank 1"].text and "clocks" not in lines
+    assert lines["rank 0"].values["unmatched_ms"] == pytest.approx(3 * (5 + 8))
+
+
+def test_waiting_in_overlapping_collectives_counts_once(tmp_path):
+    """Two process groups' collectives run at the same time on each rank."""
+    paths = []
+    for rank in range(2):
+        events = []
+        for name in "12":
+            group = {"In msg nelems": 4, "Process Group Name": name}
+            path = rank_trace(tmp_path, rank, (0, 8_000), **group)
+            added = json.loads(path.read_text())["traceEvents"]
+            events += [event for event in added if name == "1" or event["cat"] != "user_annotation"]
+        paths.append(write_trace(path, events, distributedInfo={"rank": rank, "world_size": 2}))
+    lines = {line.label: line for line in profile_ranks(paths)}
+    assert lines["ranks"].values["collectives"] == 4
+    assert [wait["ms"] for wait in lines["waiting"].values["waits"]] == pytest.approx([16])
+    assert lines["rank 0"].values["waiting_ms"] == pytest.approx(16)
+
+
+def test_captures_that_are_not_of_different_ranks_of_one_job_are_rejected(tmp_path):
+    path, larger = rank_trace(tmp_path, 0, (0, 0)), rank_trace(tmp_path, 1, (0, 0, 0))
+    unknown, snapshot = tmp_path / "unknown.json", tmp_path / "snapshot.pickle"
+    unknown.write_text(json.dumps(json.loads(path.read_text()) | {"distributedInfo": None}))
+    snapshot.write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
+    for paths, error in (
+        ([path, path], f"{path} and {path}: got two captures of rank 0"),
+        ([unknown, unknown], f"{unknown} and {unknown}: got two captures of the same rank"),
+        ([path, larger], f"{path} and {larger}: got captures of jobs with 2 and 3 ranks"),
+        ([path, snapshot], f"{snapshot}: got a memory snapshot"),
+    ):
+        with pytest.raises(TraceError) as raised:
+            profile_ranks(paths)
+        assert str(raised.value).startswith(error)
 
 
 def test_missing_ranks_are_reported(tmp_path):
@@ -147,6 +209,13 @@ def test_missing_ranks_are_reported(tmp_path):
     lines = profile_ranks(paths[:2])
     assert lines[1].text.startswith("2 of 3 ranks,")
     assert "transfer includes waiting for the ranks that are missing here" in lines[1].text
+    assert lines[-1].text.startswith(
+        "no rank waits for another; a rank that is missing here may arrive later"
+    )
+    (waiting,) = [line for line in profile_ranks(paths[::2]) if line.label == "waiting"]
+    assert waiting.text.startswith(
+        "rank 0 waits at least 16.0 ms per step for rank 2; a rank that is missing"
+    )
 
 
 def test_waits_that_are_not_listed_are_counted(tmp_path):

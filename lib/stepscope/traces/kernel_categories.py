@@ -51,10 +51,10 @@ RULES = [
         r"^triton ((poi|red|per|for|spl|unk|mix) |$|\d)|^(graph \d+ )?cpp fused|^nvfuser"
         r"|^[\w ]*\bfusion( \d+)*$|^wrapped |^myl ",
     ),
-    # NCCL and RCCL, symmetric memory, one- and two-shot all-reduces, dispatch and combine of expert tokens
+    # NCCL, RCCL and gloo, symmetric memory, one- and two-shot all-reduces, dispatch and combine of expert tokens
     (
         "communication",
-        r"nccl|rccl|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
+        r"nccl|rccl|^gloo\b|nvshmem|mscclpp|multimem|all ?reduce|reduce ?scatter|all ?gather|all ?to ?all|\ba2a\b"
         r"|cross device reduce|send ?recv|userbuffers|lamport|symm(etric)? mem|quick ?reduce|barrier|\bcomm\b"
         r"|deep ep|(put|wait|send) signal|stream (write|wait) value|notify (dispatch|combine)|dispatch layout"
         r"|(inter|intra) ?node (ll )?(dispatch|combine)"
