@@ -23,6 +23,7 @@ from conftest import ended, record_of
 from stepscope import PROJECT
 from stepscope.config import ConfigError, configure
 from stepscope.ladder import loop as ladder_loop
+from stepscope.ladder import numerics
 from stepscope.optimizations import any_model
 from stepscope.report import machine
 from stepscope.report.load import load, read
@@ -117,6 +118,12 @@ def test_missing_model_is_reported_in_one_sentence(tmp_path, monkeypatch, model,
         ),
         ("def build():\n    return nn.Linear(2, 2).half(), {}", "'weight': got torch.float16, but expected"),
         (
+            "def build():\n    return nn.LazyLinear(2), {}",
+            "weight has no shape yet; run the model on the batch",
+        ),
+        ("def build():\n    return torch.compile(nn.Linear(2, 2)), {}", "expected one without torch.compile"),
+        ("'build'", "mine.py has no function build"),
+        (
             "def build(size):\n    pass",
             "build raised TypeError: build() missing 1 required positional argument: 'size'",
         ),
@@ -136,15 +143,20 @@ def test_error_names_the_unknown_argument(write):
 @pytest.mark.parametrize(
     "forward, words",
     [
-        ("self.linear(x)", "the loss is a tensor of shape (3, 2), but expected a scalar tensor"),
+        ("self.linear(x)", "loss: got a tensor of shape (3, 2), but expected a scalar tensor"),
         ("self.linear(x).sum().detach()", "no parameter gets a gradient from the loss"),
         ("(x * x).sum().requires_grad_()", "no parameter gets a gradient from the loss"),
         (
             "(1, 2)",
-            "the loss is NoneType, but expected a scalar tensor, or an output with a scalar tensor as its loss; if",
+            "loss: got tuple, but expected a scalar tensor, or an output with a scalar tensor as its loss; if",
         ),
-        ("{'logits': x}", "the loss is NoneType"),
-        ("{'loss': 1.0}", "the loss is float"),
+        ("{'logits': x}", "loss: got dict"),
+        ("{'loss': 1.0}", "loss: got float"),
+        ("self.linear(x).sum() / 0", "loss: got "),
+        (
+            "nn.functional.embedding(x.int(), self.linear.weight, sparse=True).sum()",
+            "linear.weight: got a sparse gradient",
+        ),
         ("self.linear(x.flatten())", "mine.py:8: the model raised RuntimeError"),
     ],
 )
@@ -163,6 +175,36 @@ def build():
     with pytest.raises(ModelError) as error:
         examine(subject)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def make(): pass\nbuild: object = lambda: (nn.Linear(2, 2), {})",
+        "\ufefffrom torch import nn\ndef build(): return nn.Linear(2, 2), {}",
+        "if True:\n    def build(): return nn.Linear(2, 2), {}",
+        "from collections import UserDict\nimport torch\nfrom torch import nn\n"
+        "def build(): return nn.Linear(2, 2), UserDict()",
+    ],
+    ids=["annotated", "byte order mark", "indented", "mapping"],
+)
+def test_definition_can_have_any_form_and_the_batch_can_be_any_mapping(write, text):
+    _, batch, _ = source.build(write(text), {}, "cpu", 0)
+    assert batch == {}
+
+
+def test_step_that_fails_in_fp32_ends_the_ladder(write, tmp_path):
+    place = write("""calls = []
+def loss(output, batch):
+    calls.append(batch.pop("labels"))
+    if len(calls) == 4:
+        raise OSError("full")
+    return output.sum()
+def build():
+    return nn.Linear(2, 2), {"input": torch.ones(1, 2), "labels": 0}, loss
+""")
+    with pytest.raises(ModelError, match="the step in fp32 failed: mine.py:7: OSError: full"):
+        Ladder(place, configuration(place), tmp_path).measure()
 
 
 def test_ladder_ends_with_a_traceback_when_building_the_model_fails(write, tmp_path, capsys):
@@ -198,7 +240,7 @@ def test_arguments_that_could_be_markup_or_paths_are_rejected(write, arguments):
 
 def test_arguments_become_python_values(write):
     config = configuration(
-        write("def build(): pass"), arguments="a=1 b=2.5 c=True d=swin_t e=1e-3 f=-4 g=nan"
+        write("def build(): pass"), arguments="a=1 b=2.5 c=true d=swin_t e=1e-3 f=-4 g=nan"
     )
     assert config.keywords == {"a": 1, "b": 2.5, "c": True, "d": "swin_t", "e": 1e-3, "f": -4, "g": "nan"}
 
@@ -255,6 +297,45 @@ def test_examine_finds_the_line_whose_shapes_change_between_steps(write, length,
     subject = make_subject(write(HEAD + VARYING % length), {}, "cpu", 0)
     subject.load(0)
     assert examine(subject)["varying"] == line
+
+
+def test_examine_accepts_a_gradient_penalty(write):
+    place = write("""class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.a(x).tanh().sum(), x, create_graph=True)
+        return gradient.square().mean()
+def build():
+    return Model(), {"x": torch.ones(2, 4)}
+""")
+    subject = make_subject(place, {}, "cpu", 0)
+    subject.load(0)
+    matmul = 2 * 2 * 4 * 4
+    assert examine(subject)["flops"] >= 4 * matmul  # forward, its backward, and the backward of both
+
+
+def test_gradient_errors_include_imaginary_parts_and_ignore_empty_parameters(write):
+    place = write("""class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+    def forward(self, x):
+        return (x * self.filter).abs().sum() + self.empty.sum()
+def build():
+    return Model(), {"x": torch.ones(3)}
+""")
+    subject = make_subject(place, {}, "cpu", 0)
+    subject.find_parameters()
+    subject.load(0)
+    loss = subject.gradients().item()
+    gradients = numerics.gradients_of(subject)
+    subject.parameters["filter"].grad = gradients["filter"] + 0.5j
+    errors = numerics.relative_errors(subject, loss, loss, gradients)
+    assert errors == {"loss_error": 0, "gradient_error": pytest.approx(0.5)}
 
 
 @pytest.mark.parametrize("options", [{}, {"proj_size": 4}, {"bias": False}])
@@ -485,6 +566,33 @@ def test_first_losses_agree_when_the_model_draws_random_numbers(measured, draw):
 def test_gradient_error_includes_parameters_that_only_one_of_two_steps_uses(measured):
     _, outcome = measured('(self.b if torch.is_autocast_enabled("cpu") else self.a)(x)', "bf16")
     assert outcome.row["gradient_error"] > 1
+
+
+@pytest.mark.parametrize("forward", ["self.a(x.add_(0.5))", "self.a(x) * 0"], ids=["state", "zero"])
+def test_gradient_errors_of_models_with_a_state_or_without_a_gradient_are_small(measured, forward):
+    """The step that changes the batch must be compared with an fp32 step that has changed it as often."""
+    _, outcome = measured(forward, "bf16")
+    assert outcome.row["gradient_error"] < 0.02 and outcome.row["loss_error"] < 0.02
+
+
+def test_step_that_is_compiled_again_each_time_fails_and_names_the_cause(write, tmp_path, monkeypatch):
+    place = write("""class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(2, 2), 0
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x).sum() * self.calls
+def build():
+    return Model(), {"x": torch.ones(1, 2)}
+""")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    outcome = RowLoop(
+        Job(place, configuration(place), tmp_path, "compiled_model", ("compiled_model",))
+    ).measure()
+    assert outcome.row["status"] == "failed" and "wall_ms" not in outcome.row
+    assert "RecompileError" in outcome.row["reason"] and "self.calls ==" in outcome.row["reason"]
 
 
 def test_steps_that_do_different_work_are_timed_and_profiled_in_the_same_sequence(

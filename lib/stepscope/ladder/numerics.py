@@ -14,10 +14,10 @@ Gradients = Mapping[str, Tensor]
 
 
 def sampled(gradient: Tensor) -> Tensor:
-    """Return at most :data:`MAX_SAMPLED` evenly spaced elements of a gradient, as fp32 in host memory."""
+    """Return at most :data:`MAX_SAMPLED` evenly spaced elements of a gradient, in fp32 or complex64 on the CPU."""
     flat = gradient.detach().flatten()
-    stride = -(-flat.numel() // MAX_SAMPLED)
-    return flat[::stride].float().cpu()
+    stride = max(1, -(-flat.numel() // MAX_SAMPLED))
+    return flat[::stride].to(torch.complex64 if flat.is_complex() else torch.float32).cpu()
 
 
 def gradients_of(subject: TrainedSubject) -> Gradients:
@@ -35,7 +35,7 @@ def relative_errors(
     true_loss: float,
     true_gradients: Gradients,
 ) -> dict[str, float]:
-    """Return ``loss_error`` and ``gradient_error``, relative to fp32.
+    """Return ``loss_error`` and ``gradient_error``, relative to fp32 (absolute if the fp32 value is zero).
 
     ``gradient_error`` is the global norm of the differences between the gradients, divided by the global norm
     of the fp32 gradients.
@@ -50,14 +50,14 @@ def relative_errors(
     for name, shape in subject.shapes.items():  # a router may choose different experts than in fp32
         true_gradient = true_gradients.get(name, zero)
         difference = gradients.get(name, zero) - true_gradient
-        elements_per_sample = shape.numel() / difference.numel()
-        error = difference.square().sum()
-        norm = true_gradient.square().sum()
+        elements_per_sample = shape.numel() / max(1, difference.numel())
+        error = difference.abs().square().sum()
+        norm = true_gradient.abs().square().sum()
         squared_error += elements_per_sample * error.item()
         squared_norm += elements_per_sample * norm.item()
     return {
-        "loss_error": abs(loss / true_loss - 1),
-        "gradient_error": math.sqrt(squared_error / squared_norm),
+        "loss_error": abs(loss - true_loss) / (abs(true_loss) or 1.0),
+        "gradient_error": math.sqrt(squared_error / (squared_norm or 1.0)),
     }
 
 

@@ -31,7 +31,12 @@
 Everything also works on a CPU, where results that need a GPU are empty, NaN, or replaced by an explanation.
 """
 
-from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling
+from stepscope.measure.compiler import (
+    allow_recompiling,
+    fresh_compiler_cache,
+    refuse_recompiling,
+    seconds_with_compiling,
+)
 from stepscope.measure.graph import graph_of
 from stepscope.measure.memory import (
     device_bytes,

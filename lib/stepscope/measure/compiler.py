@@ -27,6 +27,13 @@ def allow_recompiling(shapes: int) -> None:
     dynamo.fail_on_recompile_limit_hit = True
 
 
+def refuse_recompiling() -> AbstractContextManager:
+    """Return a context manager within which compiling again raises a ``RecompileError`` that names the cause."""
+    import torch._dynamo.config as dynamo
+
+    return dynamo.patch(error_on_recompile=True)
+
+
 def seconds_with_compiling(step: Callable[[], Any], device: str) -> float:
     """Run a step for the first time; return its duration in seconds, which includes compilation."""
     synchronize = synchronizer(device)

@@ -87,9 +87,9 @@ class Config(RunConfig):
 def parse_argument(text: str) -> tuple[str, Any]:
     """Split an argument such as "batch=8" into its name and its value.
 
-    The value is a string unless it is a Python literal such as 8.
+    The value is a string unless it is true, false, or a Python literal such as 8.
     """
     name, _, value = text.partition("=")
     with suppress(ValueError, SyntaxError):
-        return name, ast.literal_eval(value)
+        return name, ast.literal_eval(value.capitalize() if value in ("true", "false") else value)
     return name, value

@@ -25,7 +25,7 @@ from stepscope.stats import MIN_LAUNCH_BOUND_GAIN, launch_bound
 from stepscope.studies.your_model.config import MEASURES, Config
 from stepscope.studies.your_model.isolation import call_isolated, libraries_in
 from stepscope.studies.your_model.rows import COMPILED_CODE, FP32, Job, Outcome, measure_modules, measure_row
-from stepscope.studies.your_model.source import Source
+from stepscope.studies.your_model.source import ModelError, Source
 
 COMPILED = ("compiled_blocks", "compiled_model")
 # Groups are measured in order. The optimizations of a group are alternatives, of which the fastest is kept.
@@ -78,6 +78,8 @@ class Ladder:
             trace = getattr(error, "trace", "")
             print(trace.replace(f"{self.source.root}/", ""))
             raise
+        if best.row["status"] == "failed":
+            raise ModelError(f"the step in fp32 failed: {best.row['reason']}")
         self.keep(best, FP32, (), best)
         for group in GROUPS:
             if group == COMPILED:

@@ -17,7 +17,7 @@ from stepscope.optimizations.transforms import TrainedSubject, Transform, Unsupp
 from stepscope.studies.your_model.config import Config
 from stepscope.studies.your_model.modules import time_by_module
 from stepscope.studies.your_model.source import ModelError, Source, user_line
-from stepscope.studies.your_model.subject import UserSubject, examine, make_subject
+from stepscope.studies.your_model.subject import UserSubject, examine, make_subject, varying_line
 
 FP32 = "fp32"
 COMPILED_CODE = "compiled"  # a subfolder of the job's folder
@@ -180,20 +180,34 @@ class RowLoop(Loop):
     def first_step(self, case: Case, subject: TrainedSubject) -> None:
         assert isinstance(subject, UserSubject)
         is_fp32 = case.name == FP32
+        # Each row makes one pass before the comparison, so that a model with a state is in the same state in all.
         if is_fp32:
             self.facts = examine(subject)
-            subject.varies = bool(self.facts["varying"])
         else:
             self.compile_s[case.program] = self.time_first_call(subject)
         reseed(self.config.seed)  # some models skip layers or augment images at random
         super().first_step(case, subject)
         if is_fp32:
             torch.save(self.fp32_gradients[1], self.job.gradients)
+            varying = varying_line(subject)
+            self.facts = {**(self.facts or {}), "varying": varying}
+            subject.varies = bool(varying)
         loss, optimizer, moments, launch = case.numbers
         layouts = [
             tensor.stride() for tensor in subject.batch[0].values() if isinstance(tensor, torch.Tensor)
         ]
         case.numbers = loss, optimizer.__name__, moments, launch.__name__, layouts
+
+    def settle(self, case: Case, subject: TrainedSubject) -> float:
+        """Warm up, and check that the step isn't compiled again afterwards, which would count as the step's time.
+
+        Steps that do different work may be compiled again, but only sometimes.
+        """
+        step_ms = super().settle(case, subject)
+        if not subject.varies:
+            with measure.refuse_recompiling():
+                subject.step()
+        return step_ms
 
     def time_first_call(self, subject: UserSubject) -> float:
         """Return the duration of the first call in s, with dropout enabled, as in the timed steps.

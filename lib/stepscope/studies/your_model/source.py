@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,7 @@ def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
     if not path.is_file():
         raise ModelError(f"model: there is no file {path.name} for {truncated_repr(place)}")
     content = path.read_bytes()
-    definition = rf"^(?:def|class) {function}\b|^{function}\b *=|^from .*\b{function}\b"
-    if not re.search(definition.encode(), content, re.MULTILINE):
+    if not re.search(rf"\b{function}\b".encode(), content):
         raise ModelError(f"{path.name} has no function {function}")
     root, module = (path.parent, path.stem) if is_file else (path.parents[place.count(".")], place)
     words = [re.sub("[^A-Za-z0-9]+", "_", word).strip("_") for word in (module, function)]
@@ -134,8 +133,11 @@ def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> t
     reseed(seed)
     try:
         module = importlib.import_module(source.module)
-        if not source.path.samefile(str(module.__file__)):
+        file = getattr(module, "__file__", None)  # modules such as time have no file
+        if file is None or not source.path.samefile(file):
             raise ModelError(f"{source.path.name} has the same name as another module; rename the file")
+        if not hasattr(module, source.function):
+            raise ModelError(f"{source.path.name} has no function {source.function}")
         with torch.device(device):
             built = getattr(module, source.function)(**keywords)
     except ModelError:
@@ -167,10 +169,18 @@ def checked(built: Any, device: str) -> tuple[Any, ...]:
     """
     parts = built if isinstance(built, tuple) else (built,)
     types = [type(part) for part in parts]
-    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module) or not isinstance(parts[1], dict):
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module) or not isinstance(parts[1], Mapping):
         names = ", ".join(one.__name__ for one in types)
         raise ModelError(f"expected build to return {EXPECTED}, but it returned {truncated_repr(names)}")
-    model, batch, loss = (*parts, None)[:3]
+    model, loss = parts[0], (*parts, None)[2]
+    batch = dict(parts[1])  # a tokenizer's batch is a mapping, but not a dict
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ModelError(
+            "got a compiled model, but expected one without torch.compile; the ladder compiles it"
+        )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ModelError(f"{name} has no shape yet; run the model on the batch once before you return it")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the model has no trainable parameters")
     for name, tensor in [*model.named_parameters(), *batch.items()]:

@@ -4,7 +4,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,19 +62,22 @@ def make_subject(source: Source, keywords: dict[str, Any], device: str, seed: in
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the loss that a model computes itself.
+    """Return the loss that a model computes itself: its output, or the output's entry or attribute ``loss``.
 
-    The loss is the model's output, or the output's entry or attribute ``loss``.
+    If there is no such entry or attribute, return the output, so that an error can name its type.
     """
     output = model(**batch)
     if isinstance(output, Mapping):
-        return output.get("loss")
-    return output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        return output.get("loss", output)
+    return getattr(output, "loss", output)
 
 
 def given_loss(loss: Any, names: list[str], model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run the model on the named entries of the batch, and return ``loss(output, batch)``."""
-    return loss(model(**{name: batch[name] for name in names}), batch)
+    """Run the model on the named entries of the batch, and return ``loss(output, batch)``.
+
+    The loss gets a copy of the dict, because it may remove entries that the next step needs.
+    """
+    return loss(model(**{name: batch[name] for name in names}), dict(batch))
 
 
 def accepted(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
@@ -143,20 +146,30 @@ FLOPS = {
 }
 
 
+class NoModules(nullcontext):
+    """Replace the FLOP counter's tracker of modules, whose hooks fail in ``autograd.grad``.
+
+    A model with a gradient penalty calls ``autograd.grad``. We only need the FLOPs of the complete model.
+    """
+
+    parents = ("Global",)
+
+
 def examine(subject: UserSubject) -> dict[str, Any]:
     """Run forward and backward once, check the loss and the gradients, and return facts for the record.
 
     Returns:
         A dict with ``parameters`` (their number), ``flops`` (of forward and backward, as counted by
-        ``torch.utils.flop_counter``), ``synchronizing`` (lines of the user's code that wait for the GPU, such
-        as "router.py:41") and ``varying`` (the first line whose operators or shapes change between steps).
+        ``torch.utils.flop_counter``) and ``synchronizing`` (lines of the user's code that wait for the GPU, such
+        as "router.py:41").
 
     Raises:
-        ModelError: If the step raises, the loss isn't a scalar, or no parameter gets a gradient.
+        ModelError: If the step raises, the loss isn't a finite scalar, or a gradient is sparse or all are missing.
     """
     device = next(iter(subject.parameters.values())).device.type
     watch = SynchronizationWatch(device)
     counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
+    counter.mod_tracker = NoModules()  # type: ignore[assignment]
     try:
         with counter, watch:
             loss = subject.loss(subject.model, *subject.batch)  # type: ignore[misc]
@@ -169,17 +182,26 @@ def examine(subject: UserSubject) -> dict[str, Any]:
     if not isinstance(loss, Tensor) or loss.dim():
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(
-            f"the loss is {got}, but expected a scalar tensor, or an output with a scalar tensor as its loss;"
+            f"loss: got {got}, but expected a scalar tensor, or an output with a scalar tensor as its loss;"
             " if the model doesn't compute its loss, return (model, batch, loss), where loss(output, batch) does"
         )
-    if all(parameter.grad is None for parameter in subject.parameters.values()):
+    if not loss.isfinite():
+        raise ModelError(
+            f"loss: got {loss.item()} in fp32, but expected a finite number to compare others with"
+        )
+    gradients = {name: parameter.grad for name, parameter in subject.parameters.items()}
+    if all(gradient is None for gradient in gradients.values()):
         raise ModelError("no parameter gets a gradient from the loss")
+    for name, gradient in gradients.items():
+        if gradient is not None and gradient.layout != torch.strided:
+            raise ModelError(
+                f"{name}: got a sparse gradient, but AdamW expects a dense one; use sparse=False"
+            )
     subject.reset()
     return {
         "parameters": sum(parameter.numel() for parameter in subject.parameters.values()),
         "flops": counter.get_total_flops(),
         "synchronizing": ", ".join(watch.lines),
-        "varying": varying_line(subject),
     }
 
 
