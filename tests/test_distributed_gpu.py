@@ -47,11 +47,16 @@ def overlapped(model, batch):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    strategies = ["flat", "overlapped", "ddp_alone_graph", "ddp_graph"]
-    config = configure("distributed", **SMALL, strategies=strategies)
+def results():
+    strategies = ["flat", "overlapped", "ddp_alone_graph", "ddp_graph", "ddp_graph_bf16_gradients"]
+    config = configure("distributed", **SMALL, strategies=strategies, numerics=True)
     results = measure_strategies(config, averaged=averaged, flat=flat, overlapped=overlapped)
     assert (results.steps["status"] == "ok").all(), results.steps["reason"].tolist()
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks(results):
     return results.ranks.set_index(["strategy", "rank"])
 
 
@@ -64,3 +69,12 @@ def test_delay_on_one_gpu_is_detected_and_attributed_to_its_rank(ranks):
 def test_cuda_graph_contains_the_communication(ranks):
     assert ranks.loc["ddp_graph", "communication_ms"].min() > 0
     assert (ranks.loc["ddp_alone_graph", "communication_ms"] == 0).all()
+
+
+def test_gradients_of_a_cuda_graph_match_one_accumulating_gpu(results):
+    """`flat` and `overlapped` are CUDA graphs here, too, but with separate all-reduces instead of DDP."""
+    errors = results.numerics.pivot(index="strategy", columns="compared_in", values="gradient_error")
+    bf16 = errors.index == "ddp_graph_bf16_gradients"
+    assert len(errors) == 4
+    assert (errors.loc[~bf16, "fp32"] < 1e-4).all() and (errors["bf16"] < 0.02).all()
+    assert (errors.loc[bf16, "fp32"].between(1e-4, 0.02)).all()

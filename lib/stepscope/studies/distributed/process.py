@@ -267,7 +267,7 @@ class Rank:
             for name in self.config.names:
                 strategy = STRATEGIES[name]
                 has_run = (self.folder / f"{name}.json").exists()
-                if has_run and strategy.control and not strategy.is_graph:
+                if has_run and strategy.control:
                     errors = self.errors(strategy, precision, expected_loss, expected)
                     rows.append({"strategy": name, "compared_in": precision} | errors)
                     release(self.on_gpu)
@@ -276,8 +276,12 @@ class Rank:
     def errors(
         self, strategy: Strategy, precision: str, expected_loss: torch.Tensor, expected: list[torch.Tensor]
     ) -> dict[str, float]:
+        """Compare the step from the initial weights, whose gradients remain after its optimizer has run."""
         model, batch = self.build(strategy, precision)
-        loss = self.apply(strategy, model, batch).step()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        distributed = self.apply(strategy, model, batch)
+        restore(model, weights)  # a strategy that uses a CUDA graph has trained the model before the capture
+        loss = distributed.step()
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         gradients = [gradient_of(parameter) for parameter in model.parameters()]
         return {
@@ -293,6 +297,17 @@ class Rank:
             tokens, targets = self.tokens(rank)
             loss += distributed_step.compute(model, Batch(tokens, targets, precision))
         return loss / self.ranks, [parameter.grad / self.ranks for parameter in model.parameters()]
+
+
+@torch.no_grad()
+def restore(model: Model, weights: list[torch.Tensor]) -> None:
+    """Copy these weights into the model's parameters, at whose addresses a CUDA graph reads them.
+
+    FSDP has sharded its parameters, but hasn't changed them.
+    """
+    for parameter, weight in zip(model.parameters(), weights):
+        if not hasattr(parameter, "full_tensor"):
+            parameter.copy_(weight)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
