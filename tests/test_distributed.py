@@ -282,9 +282,12 @@ def test_script_trains_on_two_ranks():
     assert "ddp: " in outputs[0] and "on 2 ranks" in outputs[0], outputs[0]
 
 
-def test_cuda_graph_strategy_is_rejected_without_a_gpu():
-    with pytest.raises(ConfigError, match="strategies: got ddp_graph, but CUDA graphs need a GPU"):
-        configure("distributed", **TINY, strategies=["ddp_graph"])
+@pytest.mark.parametrize("name", ["ddp_graph", "ddp_bf16_gradients"])
+def test_strategy_that_needs_a_gpu_is_rejected_on_a_cpu_and_omitted_by_default(name):
+    with pytest.raises(ConfigError, match=f"strategies: got {name}, but .* need a GPU"):
+        configure("distributed", **TINY, strategies=[name])
+    assert name not in configure("distributed", **TINY).names
+    assert "fsdp_bf16_reduction" in configure("distributed", **TINY).names
 
 
 def test_derived_tables_compare_a_strategy_with_its_control():
