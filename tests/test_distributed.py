@@ -62,6 +62,7 @@ def zero1(model, batch):
     Also take a step here, like the strategies that capture a CUDA graph.
     """
     distributed = naive(model, batch)  # noqa: F821 defined by the script
+    distributed.step()
     seconds = 0.3 if dist.get_rank() == 1 else 0  # noqa: F821
     return Distributed(slept(distributed.step, seconds), distributed.messages)
 
@@ -230,6 +231,22 @@ def test_each_failing_rank_writes_its_error(tmp_path, monkeypatch):
             process.main(tmp_path, None, ["naive"])
         error = json.loads((tmp_path / f"error.{rank}").read_text())
         assert (error["status"], error["reason"]) == ("failed", f"rank {rank}: SystemExit: 3")
+
+
+def test_odd_repeats_measure_in_reverse_order(monkeypatch):
+    measured = []
+
+    def fail_all(config, folder, names):
+        measured.append(names)
+        return dict.fromkeys(names, ("failed", "not run"))
+
+    monkeypatch.setattr(launch, "run_ranks", fail_all)
+    for repeat in (0, 1):
+        strategies = ["alone", "naive", "flat"]
+        results = measure_strategies(configure("distributed", **TINY, strategies=strategies, repeat=repeat))
+        assert results.steps["strategy"].tolist() == strategies
+    assert measured[0] == ["alone", "naive", "flat", "alone.profile", "naive.profile", "flat.profile"]
+    assert measured[1] == ["flat", "naive", "alone", "flat.profile", "naive.profile", "alone.profile"]
 
 
 @pytest.mark.slow

@@ -92,8 +92,10 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
         raise DistributedError(
             f"gpus: got {config.gpus}, but this process can use only {torch.cuda.device_count()}"
         )
-    profile_names = [f"{name}{PROFILE}" for name in config.names]
-    names = config.names + [COLLECTIVES] * config.collectives + profile_names + [NUMERICS] * config.numerics
+    # odd repeats measure in reverse order, so that a difference between repeats shows an effect of the order, too
+    ordered = config.names[:: -1 if config.repeat % 2 else 1]
+    profile_names = [f"{name}{PROFILE}" for name in ordered]
+    names = ordered + [COLLECTIVES] * config.collectives + profile_names + [NUMERICS] * config.numerics
     with tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as place:
         folder = Path(place)
         source = "\n\n".join(map(inspect.getsource, functions.values()))
