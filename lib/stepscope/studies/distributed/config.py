@@ -27,6 +27,10 @@ class Strategy:
     def is_graph(self) -> bool:
         return self.function.endswith("_graph")
 
+    @property
+    def needs_gpu(self) -> bool:
+        return self.is_graph or "bf16_gradients" in self.options
+
 
 BUCKETS_MIB = (1, 10, 25, 100, 1000)
 STRATEGIES = {
@@ -51,7 +55,7 @@ STRATEGIES = {
     "ddp_graph": Strategy("ddp_graph", control="ddp_alone_graph"),
     "ddp_graph_bf16_gradients": Strategy("ddp_graph", {"bf16_gradients": True}, "ddp_alone_graph"),
 }
-ON_CPU = tuple(name for name, strategy in STRATEGIES.items() if not strategy.is_graph)
+ON_CPU = tuple(name for name, strategy in STRATEGIES.items() if not strategy.needs_gpu)
 StrategyName = Literal[tuple(STRATEGIES)]  # type: ignore[valid-type]
 
 
@@ -75,14 +79,16 @@ class Config(StepConfig):
 
     @model_validator(mode="after")
     def check_strategies(self) -> Self:
-        graphs = [name for name in self.strategies if STRATEGIES[name].is_graph]
-        if self.device == "cpu" and graphs:
-            raise ValueError(f"strategies: got {graphs[0]}, but CUDA graphs need a GPU")
+        for name in self.strategies:
+            if self.device == "cpu" and name not in ON_CPU:
+                raise ValueError(
+                    f"strategies: got {name}, but CUDA graphs and DDP's bf16 gradients need a GPU"
+                )
         return self
 
     @property
     def names(self) -> list[str]:
-        """The strategies to measure; on a CPU, strategies that use CUDA graphs are omitted."""
+        """The strategies to measure; by default, all strategies that the device can run."""
         return list(self.strategies) or list(STRATEGIES if self.device == "cuda" else ON_CPU)
 
     @property

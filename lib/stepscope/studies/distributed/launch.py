@@ -10,6 +10,7 @@ results.timeline     one step of rank 0, for a figure
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,14 @@ from stepscope.captures.step_breakdown import COMMUNICATION, Device, busiest_dev
 from stepscope.files import one_line
 from stepscope.optimizations import distributed_step
 from stepscope.studies.distributed.config import STRATEGIES, Config
-from stepscope.studies.distributed.process import COLLECTIVES, ERROR, NUMERICS, PROFILE, STRATEGIES_FILE
+from stepscope.studies.distributed.process import (
+    COLLECTIVES,
+    ERROR,
+    NUMERICS,
+    PLACE,
+    PROFILE,
+    STRATEGIES_FILE,
+)
 from stepscope.studies.distributed.tables import MEASURES, PARTS, SCHEMAS
 
 # Time limits for a strategy, and for the first strategy after the ranks start. Most strategies take ten seconds.
@@ -84,8 +92,10 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
         raise DistributedError(
             f"gpus: got {config.gpus}, but this process can use only {torch.cuda.device_count()}"
         )
-    profile_names = [f"{name}{PROFILE}" for name in config.names]
-    names = config.names + [COLLECTIVES] * config.collectives + profile_names + [NUMERICS] * config.numerics
+    # odd repeats measure in reverse order, so that a difference between repeats shows an effect of the order, too
+    ordered = config.names[:: -1 if config.repeat % 2 else 1]
+    profile_names = [f"{name}{PROFILE}" for name in ordered]
+    names = ordered + [COLLECTIVES] * config.collectives + profile_names + [NUMERICS] * config.numerics
     with tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as place:
         folder = Path(place)
         source = "\n\n".join(map(inspect.getsource, functions.values()))
@@ -131,17 +141,18 @@ def run_ranks(config: Config, folder: Path, names: Sequence[str]) -> dict[str, t
         return not is_done and name not in failed and name.removesuffix(PROFILE) not in failed
 
     while left := [name for name in names if is_left(name)]:
-        (folder / ERROR).unlink(missing_ok=True)
-        reason = _run_once(config, folder, left)
+        for path in [*folder.glob(f"{ERROR}.*"), *folder.glob(f"{PLACE}.*")]:
+            path.unlink()
+        hang = _run_once(config, folder, left)
         left = [name for name in left if is_left(name)]
         if left:
-            failed[left[0]] = _failure(folder, left[0], reason)
+            failed[left[0]] = _failure(folder, hang)
             print(f"{left[0]}: {failed[left[0]][1]}")
     return failed
 
 
 def _run_once(config: Config, folder: Path, names: list[str]) -> str:
-    """Run the ranks for these measurements; return the reason if they end early, otherwise ""."""
+    """Run the ranks for these measurements; return a description if they hang, otherwise ""."""
     command = [
         sys.executable,
         "-m",
@@ -172,7 +183,7 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
 
 
 def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
-    """Wait for the ranks to exit; return the reason if they fail or time out, otherwise ""."""
+    """Wait for the ranks to exit; return a description if they hang, otherwise ""."""
     finished: list[str] = []
     since = time.monotonic()
     while process.poll() is None:
@@ -183,22 +194,38 @@ def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
             finished, since = now_finished, time.monotonic()
         limit_s = LIMIT_S if finished else FIRST_LIMIT_S
         if time.monotonic() - since > limit_s:
-            return f"a rank hung: no result after {limit_s} s"
-    return f"the ranks exited with status {process.returncode}" if process.returncode else ""
+            return f"no result after {limit_s} s"
+    return ""
 
 
-def _failure(folder: Path, name: str, reason: str) -> tuple[str, str]:
-    """Return the status of a failed measurement and the reason for the failure, from the error that a rank wrote.
+def _failure(folder: Path, hang: str) -> tuple[str, str]:
+    """Return the status of a failed measurement and the reason for the failure.
 
-    If no rank wrote an error, the reason is ``reason`` followed by the last line of the ranks' output.
+    Running out of memory explains any other failure. Next comes a rank that died without an error, because the
+    errors of the other ranks only say that they lost the connection. Otherwise, the first error is the reason.
     """
-    with suppress(OSError, ValueError):
-        error = json.loads((folder / ERROR).read_text())
-        if error["name"] == name:
-            return error["status"], error["reason"]
-    lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
-    last = one_line(lines[-1], 200) if lines else "no output"
-    return "failed", f"{reason or 'a rank exited without a result'} ({last})"
+    if hang:
+        places = sorted(folder.glob(f"{PLACE}.*"))
+        ranks = [f"rank {path.suffix[1:]} was in {path.read_text()}" for path in places]
+        return "failed", "; ".join([hang, *ranks])
+    errors = [json.loads(path.read_text()) for path in folder.glob(f"{ERROR}.*")]
+    log = (folder / "log.txt").read_text(errors="replace")
+    # torchrun's summary, in which SIGTERM means that torchrun itself ended the rank
+    for rank, code in re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", log):
+        if int(code) != -signal.SIGTERM and not (folder / f"{ERROR}.{rank}").exists():
+            errors.append({"status": "failed", "reason": f"rank {rank} {_death(int(code))}", "time_ns": 0})
+    if errors:
+        cause = min(errors, key=lambda error: (error["status"] != "oom", error["time_ns"]))
+        return cause["status"], cause["reason"]
+    lines = [line for line in log.splitlines() if re.search("[a-z]", line)]
+    last = one_line(lines[-1], 200) if lines else "they wrote no output"
+    return "failed", f"the ranks ended without a result: {last}"
+
+
+def _death(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"exited with status {exit_code}"
 
 
 # -- profiles -------------------------------------------------------------------------------------------------

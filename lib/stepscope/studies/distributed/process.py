@@ -13,6 +13,7 @@ import re
 import runpy
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,8 @@ from stepscope.studies.distributed.tables import KINDS
 
 COLLECTIVES, NUMERICS = "collectives", "numerics"  # names of measurements that are not strategies
 PROFILE = ".profile"  # suffix of the name of a strategy's profile
-ERROR, STRATEGIES_FILE = "error.json", "strategies.py"
+ERROR, PLACE = "error", "place"  # names of files of each rank; the suffix is the rank
+STRATEGIES_FILE = "strategies.py"
 MAX_STEPS, TIMED_MS = 50, 1500  # on a GPU, steps are timed for this many ms, but at most this many steps
 POWER_MS = 2000  # in a shorter time, the energy counter would change too few times
 PROFILED_STEPS = 3
@@ -150,6 +152,8 @@ class Rank:
         return values
 
     def write(self, name: str, result: Any) -> None:
+        """Write a measurement's result once all ranks have finished it."""
+        dist.barrier()
         if self.rank == 0:
             write_text_durably(self.folder / f"{name}.json", json.dumps(result))
         dist.barrier()
@@ -263,7 +267,7 @@ class Rank:
             for name in self.config.names:
                 strategy = STRATEGIES[name]
                 has_run = (self.folder / f"{name}.json").exists()
-                if has_run and strategy.control and not strategy.is_graph:
+                if has_run and strategy.control:
                     errors = self.errors(strategy, precision, expected_loss, expected)
                     rows.append({"strategy": name, "compared_in": precision} | errors)
                     release(self.on_gpu)
@@ -272,6 +276,7 @@ class Rank:
     def errors(
         self, strategy: Strategy, precision: str, expected_loss: torch.Tensor, expected: list[torch.Tensor]
     ) -> dict[str, float]:
+        """Compare the step from the initial weights, whose gradients remain after its optimizer has run."""
         model, batch = self.build(strategy, precision)
         loss = self.apply(strategy, model, batch).step()
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
@@ -303,9 +308,18 @@ def relative_error(tensors: list[torch.Tensor], expected: list[torch.Tensor]) ->
     return float(difference / torch.stack([b.double().norm() for b in expected]).norm())
 
 
-def end_with_launcher() -> None:
+def end_with_launcher(place: Path) -> None:
+    """End the process when the launcher ends, or when it closes the pipe because a rank hangs.
+
+    First write which function the main thread runs, because a rank that hangs runs another one than the ranks that
+    wait for it.
+    """
     sys.stdin.buffer.read()
-    os._exit(1)
+    try:
+        code = sys._current_frames()[threading.main_thread().ident or 0].f_code
+        place.write_text(f"{code.co_name} of {Path(code.co_filename).name}")
+    finally:
+        os._exit(1)
 
 
 def release(on_gpu: bool) -> None:
@@ -326,30 +340,32 @@ def describe(error: BaseException) -> tuple[str, str]:
         if is_out_of_memory(cause) or re.search("out of memory|ALLOC_FAILED", str(cause), re.IGNORECASE):
             return "oom", error_text(cause)
         cause = cause.__cause__ or cause.__context__
-    return "failed", error_text(error)
+    return "failed", f"{type(error).__name__}: {error_text(error)}"
 
 
 def main(folder: Path, config: Config, names: list[str]) -> None:
-    threading.Thread(target=end_with_launcher, daemon=True).start()
-    rank = Rank(folder, config)
-    others = {COLLECTIVES: rank.collectives, NUMERICS: rank.numerics}
-    for name in names:
-        try:
+    number = os.environ["RANK"]
+    place = folder / f"{PLACE}.{number}"
+    threading.Thread(target=end_with_launcher, args=[place], daemon=True).start()
+    try:
+        rank = Rank(folder, config)
+        others = {COLLECTIVES: rank.collectives, NUMERICS: rank.numerics}
+        for name in names:
             if name in others:
                 others[name]()
             elif name.endswith(PROFILE):
                 rank.profile(name.removesuffix(PROFILE))
             else:
                 rank.measure(name)
-        except Exception as error:  # noqa: BLE001 any error that a strategy raises is a result
+            release(rank.on_gpu)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 any error that a strategy raises is a result
+        try:
             traceback.print_exc()
             status, reason = describe(error)
-            # don't let a rank that only lost its connection overwrite the cause
-            if status == "oom" or not (folder / ERROR).exists():
-                fields = {"name": name, "status": status, "reason": f"rank {rank.rank}: {reason}"}
-                write_text_durably(folder / ERROR, json.dumps(fields))
+            fields = {"status": status, "reason": f"rank {number}: {reason}", "time_ns": time.time_ns()}
+            write_text_durably(folder / f"{ERROR}.{number}", json.dumps(fields))
+        finally:
             os._exit(1)
-        release(rank.on_gpu)
     dist.barrier()
     os._exit(0)  # on a normal exit, gloo may hang
 
