@@ -16,6 +16,7 @@ from stepscope import PROJECT
 from stepscope.config import ConfigError, configure
 from stepscope.model.flops import parameter_count
 from stepscope.optimizations.distributed_step import Distributed, adamw, alone, training_step
+from stepscope.runs.machine import software
 from stepscope.studies.distributed import launch, process
 from stepscope.studies.distributed.config import STRATEGIES
 from stepscope.studies.distributed.launch import measure_strategies
@@ -231,6 +232,15 @@ def test_each_failing_rank_writes_its_error(tmp_path, monkeypatch):
             process.main(tmp_path, None, ["naive"])
         error = json.loads((tmp_path / f"error.{rank}").read_text())
         assert (error["status"], error["reason"]) == ("failed", f"rank {rank}: SystemExit: 3")
+
+
+def test_record_keeps_the_settings_of_nccl_without_hosts_and_paths(monkeypatch):
+    settings = {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "^Tree", "NCCL_HOSTID": "node7"}
+    settings |= {"NCCL_TOPO_FILE": "/etc/topology.xml", "NCCL_COMM_ID": "10.0.0.1:80"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    kept = {name: value for name, value in software().items() if name.startswith("NCCL_")}
+    assert kept == {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "^Tree"}
 
 
 def test_odd_repeats_measure_in_reverse_order(monkeypatch):

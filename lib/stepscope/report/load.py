@@ -28,7 +28,7 @@ from stepscope.stats import POWER_CAP
 
 MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # limits on the rows of one table, and on its bytes in memory
 QUIET_S = 2.0  # if checking the files takes longer, we print that runs are being read
-SOFTWARE = ("torch", "cuda", "driver")
+SOFTWARE = ("torch", "cuda", "driver", "NCCL_NVLS_ENABLE")
 # Columns that contain times, and columns that identify a case; a run measures all rows of a case together.
 TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")
 # The text that `measure.find_inconsistencies` returns if only the profiled steps differ.

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -63,7 +64,7 @@ def _cpu_name() -> str:
 
 
 def software() -> dict[str, str | int | None]:
-    """Return the versions of all software that can change a number, and a digest of our measuring code."""
+    """Describe the software that can change a number: its versions, NCCL's settings, and a digest of our code."""
     versions: dict[str, str | int | None] = {"python": platform.python_version(), "os": platform.system()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -73,7 +74,16 @@ def software() -> dict[str, str | int | None]:
     versions["torch"] = torch.__version__
     if torch.version.cuda:
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
-    return versions | {"stepscope_source": source_digest(stepscope.PACKAGE)}
+    return versions | nccl_settings() | {"stepscope_source": source_digest(stepscope.PACKAGE)}
+
+
+def nccl_settings() -> dict[str, str]:
+    """Return NCCL's environment variables, except those that may contain a host, an address or a path."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("NCCL_") and name != "NCCL_HOSTID" and re.fullmatch(r"[\w,^-]+", value)
+    }
 
 
 def source_digest(package: Path) -> str:

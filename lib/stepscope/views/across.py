@@ -19,6 +19,7 @@ RECORDED = [
     "torch",
     "cuda",
     "driver",
+    "NCCL_NVLS_ENABLE",
 ]
 
 
