@@ -245,7 +245,7 @@ def test_each_failing_rank_writes_its_error(tmp_path, monkeypatch):
 
 def test_record_keeps_the_settings_of_nccl_without_hosts_and_paths(monkeypatch):
     settings = {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "^Tree", "NCCL_HOSTID": "node7"}
-    settings |= {"NCCL_TOPO_FILE": "/home/me/topology.xml", "NCCL_COMM_ID": "10.0.0.1:80"}
+    settings |= {"NCCL_TOPO_FILE": "/etc/topology.xml", "NCCL_COMM_ID": "10.0.0.1:80"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     kept = {name: value for name, value in software().items() if name.startswith("NCCL_")}

@@ -127,7 +127,7 @@ def strategies(data: Views) -> pd.DataFrame:
 
 @view(
     key=CASE,
-    columns=["bucket_mib", "messages", "predicted_ms", "exposed_ms", "wall_ms"],
+    columns=["bucket_mib", "messages", "predicted_ms", "exposed_ms", "wall_ms", "repeat_error"],
     studies=["distributed"],
 )
 def buckets(data: Views) -> pd.DataFrame:
@@ -223,11 +223,17 @@ def collective_costs(data: Views) -> pd.DataFrame:
     return last.assign(ms_per_gib=ms_per_gib, call_us=call_us, gb_per_s=last["bus_gb_per_s"]).reset_index()
 
 
-@view(key=[*CASE, "compared_in"], columns=["name", "loss_error", "gradient_error"], studies=["distributed"])
+@view(
+    key=[*CASE, "compared_in"],
+    columns=["name", "sends_bf16", "loss_error", "gradient_error"],
+    studies=["distributed"],
+)
 def distributed_errors(data: Views) -> pd.DataFrame:
     """Return one row per strategy and precision, with the relative errors of loss and gradients.
 
-    The reference is one GPU that accumulates gradients over the batches of all ranks.
+    The reference is one GPU that accumulates gradients over the batches of all ranks. ``sends_bf16``: true if DDP
+    all-reduces the gradients in bf16, even if the rest of the step is compared in fp32.
     """
     errors = _table(data, "numerics")
-    return errors.assign(name=errors["strategy"].map(label))
+    sends_bf16 = errors["strategy"].str.contains("bf16_gradients")
+    return errors.assign(name=errors["strategy"].map(label), sends_bf16=sends_bf16)
