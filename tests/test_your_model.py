@@ -35,7 +35,13 @@ from stepscope.studies.your_model.loop import Ladder, why_dropped, why_dropped_l
 from stepscope.studies.your_model.modules import ELSEWHERE, folded_paths
 from stepscope.studies.your_model.rows import Job, Outcome, RowLoop, measure_modules
 from stepscope.studies.your_model.source import ModelError, find
-from stepscope.studies.your_model.subject import FLOPS, examine, make_subject, without_dropout
+from stepscope.studies.your_model.subject import (
+    FLOPS,
+    examine,
+    make_subject,
+    varying_line,
+    without_dropout,
+)
 from stepscope.studies.your_model.tables import SCHEMAS
 from stepscope.views import Views
 
@@ -293,10 +299,10 @@ def build():
 
 
 @pytest.mark.parametrize(("length", "line"), [("next(self.draws)", "mine.py:15"), ("4", "")])
-def test_examine_finds_the_line_whose_shapes_change_between_steps(write, length, line):
+def test_line_whose_shapes_change_between_steps_is_found(write, length, line):
     subject = make_subject(write(HEAD + VARYING % length), {}, "cpu", 0)
     subject.load(0)
-    assert examine(subject)["varying"] == line
+    assert varying_line(subject) == line
 
 
 def test_examine_accepts_a_gradient_penalty(write):

@@ -169,7 +169,7 @@ def examine(subject: UserSubject) -> dict[str, Any]:
     device = next(iter(subject.parameters.values())).device.type
     watch = SynchronizationWatch(device)
     counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
-    counter.mod_tracker = NoModules()  # type: ignore[assignment]
+    counter.mod_tracker = NoModules()
     try:
         with counter, watch:
             loss = subject.loss(subject.model, *subject.batch)  # type: ignore[misc]
