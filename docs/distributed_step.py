@@ -86,6 +86,9 @@ def adamw(model: nn.Module, rate: float = 3e-4) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu)
 
 
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -107,15 +110,15 @@ def training_step(
 
 
 # <strategies>
-def alone(model: nn.Module, batch: Batch) -> Distributed:
+def alone(model: nn.Module, batch: Batch, make_optimizer: MakeOptimizer = adamw) -> Distributed:
     """Train on each GPU separately and without communication, as a control."""
-    optimizer = adamw(model)
+    optimizer = make_optimizer(model)
     return Distributed(training_step(model, optimizer, batch), list, optimizer)
 
 
-def naive(model: nn.Module, batch: Batch) -> Distributed:
+def naive(model: nn.Module, batch: Batch, make_optimizer: MakeOptimizer = adamw) -> Distributed:
     """Average the gradients after backward with one all-reduce per parameter."""
-    optimizer, parameters = adamw(model), trained_parameters(model)
+    optimizer, parameters = make_optimizer(model), trained_parameters(model)
 
     def average_gradients() -> None:
         for parameter in parameters:
@@ -128,9 +131,9 @@ def naive(model: nn.Module, batch: Batch) -> Distributed:
     return Distributed(step, messages, optimizer)
 
 
-def flat(model: nn.Module, batch: Batch) -> Distributed:
+def flat(model: nn.Module, batch: Batch, make_optimizer: MakeOptimizer = adamw) -> Distributed:
     """Copy all gradients into one buffer after backward, and average them with one all-reduce."""
-    optimizer, parameters = adamw(model), trained_parameters(model)
+    optimizer, parameters = make_optimizer(model), trained_parameters(model)
 
     def average_gradients() -> None:
         gradients = [parameter.grad for parameter in parameters]
@@ -145,9 +148,9 @@ def flat(model: nn.Module, batch: Batch) -> Distributed:
     return Distributed(step, messages, optimizer)
 
 
-def overlapped(model: nn.Module, batch: Batch) -> Distributed:
+def overlapped(model: nn.Module, batch: Batch, make_optimizer: MakeOptimizer = adamw) -> Distributed:
     """Start each parameter's all-reduce once backward has its gradient; wait for all before the optimizer runs."""
-    optimizer, parameters = adamw(model), trained_parameters(model)
+    optimizer, parameters = make_optimizer(model), trained_parameters(model)
     works = []
 
     def start(parameter: torch.Tensor) -> None:
@@ -173,7 +176,7 @@ def ddp(
     bucket_mib: float | None = 25,
     bf16_gradients: bool = False,
     communicate: bool = True,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    make_optimizer: MakeOptimizer = adamw,
 ) -> Distributed:
     """Let PyTorch's DDP all-reduce the gradients in buckets during backward.
 
@@ -342,7 +345,7 @@ def ddp_graph(
     model: nn.Module,
     batch: Batch,
     bucket_mib: float = 100,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = graph_adamw,
+    make_optimizer: MakeOptimizer = graph_adamw,
     **options,
 ) -> Distributed:
     """Run DDP's step, including its all-reduces, as one CUDA graph that the host launches with one call."""
@@ -352,9 +355,19 @@ def ddp_graph(
 
 def alone_graph(model: nn.Module, batch: Batch) -> Distributed:
     """Train on each GPU separately with the step captured as one CUDA graph, as a control."""
-    optimizer = graph_adamw(model)
-    step = training_step(model, optimizer, batch)
-    return in_graph(lambda: Distributed(step, list, optimizer), model)
+    return in_graph(partial(alone, model, batch, graph_adamw), model)
+
+
+def naive_graph(model: nn.Module, batch: Batch) -> Distributed:
+    return in_graph(partial(naive, model, batch, graph_adamw), model)
+
+
+def flat_graph(model: nn.Module, batch: Batch) -> Distributed:
+    return in_graph(partial(flat, model, batch, graph_adamw), model)
+
+
+def overlapped_graph(model: nn.Module, batch: Batch) -> Distributed:
+    return in_graph(partial(overlapped, model, batch, graph_adamw), model)
 
 
 # </strategies>
@@ -391,7 +404,7 @@ def communication_only(messages: list[Message], device: torch.device) -> Callabl
     return step
 
 
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[..., Distributed]] = {
     "alone": alone,
     "naive": naive,
     "flat": flat,
@@ -400,6 +413,9 @@ STRATEGIES = {
     "zero1": zero1,
     "fsdp": fsdp,
     "alone_graph": alone_graph,
+    "naive_graph": naive_graph,
+    "flat_graph": flat_graph,
+    "overlapped_graph": overlapped_graph,
     "ddp_graph": ddp_graph,
 }
 

@@ -21,7 +21,7 @@ from stepscope.model.flops import parameter_count, step_flops
 from stepscope.runs.record import Record, Table
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import load_sweeps
-from stepscope.studies.distributed.config import BUCKETS_MIB, STRATEGIES, Config
+from stepscope.studies.distributed.config import GRAPH_BUCKETS_MIB, STRATEGIES, Config
 from stepscope.studies.distributed.launch import collectives_table
 from stepscope.studies.distributed.tables import KINDS, PARTS, SCHEMAS, SHARDED
 
@@ -33,10 +33,7 @@ GIB = 2**30
 
 def bucket_mib(name: str) -> float:
     """Return the size in MiB of the buckets in which a strategy all-reduces gradients."""
-    sizes = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB} | {
-        "ddp_graph": 100,
-        "ddp_graph_bf16_gradients": 100,
-    }
+    sizes = GRAPH_BUCKETS_MIB | {"ddp_1000_mib": 1000, "ddp_graph_bf16_gradients": 100}
     return sizes.get(name, 25)
 
 
@@ -62,7 +59,7 @@ def model(config: Config, name: str) -> Step:
     parameters = parameter_count(config)
     gradient_gib = (2 if "bf16_gradients" in name else 4) * parameters / GIB
     messages = {"naive": 9 * blocks + 3, "overlapped": 9 * blocks + 3, "flat": 1}
-    count = messages.get(name, max(1, round(gradient_gib * 1024 / bucket_mib(name))))
+    count = messages.get(name.removesuffix("_graph"), max(1, round(gradient_gib * 1024 / bucket_mib(name))))
     count = count if strategy.control else 0
     gib = gradient_gib * (1.5 if name in SHARDED else 1) if count else 0
     alone_ms = gib * GIB * 2 * (gpus - 1) / gpus / LINK_BYTES * 1e3 + count * CALL_MS
@@ -73,7 +70,7 @@ def model(config: Config, name: str) -> Step:
         "elementwise": 0.2 * matmul_ms,
         "optimizer": 28 * parameters / 2.5e12 * 1e3,
     }
-    overlaps = count > 0 and name not in ("naive", "flat")
+    overlaps = count > 0 and name.removesuffix("_graph") not in ("naive", "flat")
     if overlaps:
         kernels_ms = {category: SLOWDOWN * ms for category, ms in kernels_ms.items()}
     if name.startswith(("ddp", "zero1")):

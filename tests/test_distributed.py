@@ -163,7 +163,7 @@ def test_dead_rank_is_recorded_as_failed_and_later_strategies_are_measured(steps
 
 
 def test_wait_ends_when_a_rank_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "FIRST_LIMIT_S", 0.5)
+    monkeypatch.setattr(launch, "LIMIT_S", 0.5)
     sleeping = subprocess.Popen(["sleep", "60"])
     try:
         assert launch._wait(sleeping, tmp_path, ["naive"]) == "no result after 0.5 s"

@@ -84,7 +84,7 @@ def test_strategies_are_compared_with_their_controls(others):
     assert graph.matmul_tflops == pytest.approx(
         simulated_gpus.FLOPS / 1e12 / simulated_gpus.SLOWDOWN, rel=0.05
     )
-    assert not graph.launch_bound and row(strategies, strategy="ddp_1_mib", **case).launch_bound
+    assert not graph.launch_bound and row(strategies, strategy="ddp_25_mib", **case).launch_bound
     assert pd.isna(row(strategies, strategy="ddp_graph", **case | {"batch_size": 1}).repeat_error)
 
 

@@ -4,7 +4,7 @@ import pandas as pd
 
 from stepscope.stats import launch_bound_rows
 from stepscope.studies.distributed import tables as study
-from stepscope.studies.distributed.config import BUCKETS_MIB
+from stepscope.studies.distributed.config import GRAPH_BUCKETS_MIB
 from stepscope.studies.distributed.figures import label
 from stepscope.studies.distributed.tables import CONFIG, PARTS
 from stepscope.views import Views, in_order, view
@@ -12,7 +12,6 @@ from stepscope.views import Views, in_order, view
 CONFIG_COLUMNS = [*CONFIG]
 CASE = [*CONFIG_COLUMNS, "strategy"]
 WITHOUT_REPEAT = [name for name in CASE if name != "repeat"]
-BUCKETS = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB}
 
 
 def _table(data: Views, name: str) -> pd.DataFrame:
@@ -137,7 +136,7 @@ def buckets(data: Views) -> pd.DataFrame:
     seconds of overhead per all-reduce. Both w and o are measured with all-reduces that run alone: w with the
     largest all-reduce, and o with the smallest.
     """
-    table = data["strategies"].assign(bucket_mib=data["strategies"]["strategy"].map(BUCKETS))
+    table = data["strategies"].assign(bucket_mib=data["strategies"]["strategy"].map(GRAPH_BUCKETS_MIB))
     table = table[table["bucket_mib"].notna()]
     costs = data["collective_costs"].query("kind == 'all_reduce'").set_index("gpus")
     ms_per_gib = table["gpus"].map(costs["ms_per_gib"])

@@ -32,7 +32,8 @@ class Strategy:
         return self.is_graph or "bf16_gradients" in self.options
 
 
-BUCKETS_MIB = (1, 10, 25, 100, 1000)
+# The buckets are compared in CUDA graphs, because without a graph the host may set the pace of every strategy.
+GRAPH_BUCKETS_MIB = {"ddp_graph": 100} | {f"ddp_graph_{mib}_mib": mib for mib in (1, 10, 25, 1000)}
 STRATEGIES = {
     "alone": Strategy("alone"),
     "alone_eager": Strategy("alone", is_compiled=False),
@@ -40,8 +41,9 @@ STRATEGIES = {
     "flat": Strategy("flat", control="alone"),
     "overlapped": Strategy("overlapped", control="alone"),
     "ddp_alone": Strategy("ddp", {"communicate": False}),
-    **{f"ddp_{mib}_mib": Strategy("ddp", {"bucket_mib": mib}, "ddp_alone") for mib in BUCKETS_MIB},
     "ddp_default": Strategy("ddp", {"bucket_mib": None}, "ddp_alone"),
+    "ddp_25_mib": Strategy("ddp", {"bucket_mib": 25}, "ddp_alone"),
+    "ddp_1000_mib": Strategy("ddp", {"bucket_mib": 1000}, "ddp_alone"),
     "ddp_eager": Strategy("ddp", control="alone_eager", is_compiled=False),
     "ddp_bf16_gradients": Strategy("ddp", {"bf16_gradients": True}, "ddp_alone"),
     "zero1": Strategy("zero1", control="ddp_alone"),
@@ -51,8 +53,14 @@ STRATEGIES = {
     "fsdp_separate_group": Strategy("fsdp", {"separate_group": True}, "fsdp_alone"),
     "fsdp_bf16_reduction": Strategy("fsdp", {"bf16_reduction": True}, "fsdp_alone"),
     "alone_graph": Strategy("alone_graph"),
+    "naive_graph": Strategy("naive_graph", control="alone_graph"),
+    "flat_graph": Strategy("flat_graph", control="alone_graph"),
+    "overlapped_graph": Strategy("overlapped_graph", control="alone_graph"),
     "ddp_alone_graph": Strategy("ddp_graph", {"communicate": False}),
-    "ddp_graph": Strategy("ddp_graph", control="ddp_alone_graph"),
+    **{
+        name: Strategy("ddp_graph", {"bucket_mib": mib}, "ddp_alone_graph")
+        for name, mib in GRAPH_BUCKETS_MIB.items()
+    },
     "ddp_graph_bf16_gradients": Strategy("ddp_graph", {"bf16_gradients": True}, "ddp_alone_graph"),
 }
 ON_CPU = tuple(name for name, strategy in STRATEGIES.items() if not strategy.needs_gpu)

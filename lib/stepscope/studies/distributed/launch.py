@@ -46,8 +46,9 @@ from stepscope.studies.distributed.process import (
 )
 from stepscope.studies.distributed.tables import MEASURES, PARTS, SCHEMAS
 
-# Time limits for a strategy, and for the first strategy after the ranks start. Most strategies take ten seconds.
-LIMIT_S, FIRST_LIMIT_S = 120, 240
+# Time limit for a measurement. Most strategies take ten seconds, but the first one also starts the ranks, and the
+# numerics, which count as one measurement, run every strategy twice.
+LIMIT_S = 240
 END_S = 20  # time limit for the ranks to end
 READERS = 8  # number of processes that read profiles, each of which needs up to a GiB
 MIN_GAP_NS = 2000  # shorter gaps are closed in the timeline
@@ -192,9 +193,8 @@ def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
         if len(now_finished) > len(finished):
             print("measured:", *(name for name in now_finished if name not in finished))
             finished, since = now_finished, time.monotonic()
-        limit_s = LIMIT_S if finished else FIRST_LIMIT_S
-        if time.monotonic() - since > limit_s:
-            return f"no result after {limit_s} s"
+        if time.monotonic() - since > LIMIT_S:
+            return f"no result after {LIMIT_S} s"
     return ""
 
 
