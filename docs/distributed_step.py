@@ -359,14 +359,17 @@ def alone_graph(model: nn.Module, batch: Batch) -> Distributed:
 
 
 def naive_graph(model: nn.Module, batch: Batch) -> Distributed:
+    """Run the step of `naive`, including its all-reduces, as one CUDA graph."""
     return in_graph(partial(naive, model, batch, graph_adamw), model)
 
 
 def flat_graph(model: nn.Module, batch: Batch) -> Distributed:
+    """Run the step of `flat`, including its all-reduces, as one CUDA graph."""
     return in_graph(partial(flat, model, batch, graph_adamw), model)
 
 
 def overlapped_graph(model: nn.Module, batch: Batch) -> Distributed:
+    """Run the step of `overlapped`, including its all-reduces, as one CUDA graph."""
     return in_graph(partial(overlapped, model, batch, graph_adamw), model)
 
 
