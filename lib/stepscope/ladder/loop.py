@@ -84,9 +84,8 @@ class Case:
 class Loop:
     """Measures cases, and writes the results into the cases' rows.
 
-    ``replayed`` is the name of the eager case that is also timed as a CUDA graph, or "". An
-    optimization that raises one of the errors ``unsupported`` doesn't apply here, for example because there is no
-    C++ compiler.
+    ``replayed`` is the name of the eager case that is also timed as a CUDA graph, or "". An optimization that
+    raises one of the errors ``unsupported`` doesn't apply here, for example because there is no C++ compiler.
     """
 
     replayed = ""

@@ -276,7 +276,7 @@ class Rank:
     def errors(
         self, strategy: Strategy, precision: str, expected_loss: torch.Tensor, expected: list[torch.Tensor]
     ) -> dict[str, float]:
-        """Compare the step from the initial weights, whose gradients remain after its optimizer has run."""
+        """Compare the loss and gradients of a strategy's first step, which the optimizer doesn't clear."""
         model, batch = self.build(strategy, precision)
         loss = self.apply(strategy, model, batch).step()
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
@@ -311,8 +311,7 @@ def relative_error(tensors: list[torch.Tensor], expected: list[torch.Tensor]) ->
 def end_with_launcher(place: Path) -> None:
     """End the process when the launcher ends, or when it closes the pipe because a rank hangs.
 
-    First write which function the main thread runs, because a rank that hangs runs another one than the ranks that
-    wait for it.
+    First write which function the main thread runs. It distinguishes a rank that hangs from ranks that wait for it.
     """
     sys.stdin.buffer.read()
     try:

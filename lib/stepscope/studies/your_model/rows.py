@@ -189,9 +189,9 @@ class RowLoop(Loop):
         super().first_step(case, subject)
         if is_fp32:
             torch.save(self.fp32_gradients[1], self.job.gradients)
-            varying = varying_line(subject)
-            self.facts = {**(self.facts or {}), "varying": varying}
-            subject.varies = bool(varying)
+        if self.facts is not None:
+            self.facts["varying"] = varying_line(subject)
+            subject.varies = bool(self.facts["varying"])
         loss, optimizer, moments, launch = case.numbers
         layouts = [
             tensor.stride() for tensor in subject.batch[0].values() if isinstance(tensor, torch.Tensor)
