@@ -311,7 +311,7 @@ def relative_error(tensors: list[torch.Tensor], expected: list[torch.Tensor]) ->
 def end_with_launcher(place: Path) -> None:
     """End the process when the launcher ends, or when it closes the pipe because a rank hangs.
 
-    First write which function the main thread runs. It distinguishes a rank that hangs from ranks that wait for it.
+    First write which function the main thread runs, to distinguish a rank that hangs from those that wait for it.
     """
     sys.stdin.buffer.read()
     try:

@@ -187,8 +187,8 @@ def examine(subject: UserSubject) -> dict[str, Any]:
         )
     if not loss.isfinite():
         raise ModelError(
-            f"loss: got {loss.item()} in fp32, but expected a finite number, because the losses of all optimizations"
-            " are compared with it"
+            f"loss: got {loss.item()} in fp32, but expected a finite number, because the losses of all"
+            " optimizations are compared with it"
         )
     gradients = {name: parameter.grad for name, parameter in subject.parameters.items()}
     if all(gradient is None for gradient in gradients.values()):
