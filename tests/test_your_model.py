@@ -391,6 +391,14 @@ def test_find_blocks_returns_the_longest_list_of_modules_of_one_type():
     assert any_model.find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
 
 
+def test_find_blocks_returns_encoder_and_decoder_layers_but_no_nested_lists():
+    model = nn.Transformer(8, 2, num_encoder_layers=2, num_decoder_layers=3, batch_first=True)
+    layers = [*model.encoder.layers, *model.decoder.layers]
+    assert any_model.find_blocks(model) == layers
+    stages = nn.ModuleList(nn.Sequential(layer, layer) for layer in model.decoder.layers)
+    assert any_model.find_blocks(stages) == [*stages]  # three stages with two layers each
+
+
 def test_varying_shapes_share_compiled_code(monkeypatch):
     compiled = []
 
@@ -749,7 +757,7 @@ def test_optimizations_are_measured_on_top_of_kept_optimizations(simulated):
     kept = steps.index[steps["kept"] == "yes"]
     assert [*kept] == ["fp32", "bf16", "compiled_model", "bf16_moments"]
     reasons = steps["reason"]
-    assert reasons["compiled_blocks"] == "it helps, but its alternative is faster"
+    assert reasons["compiled_blocks"] == "it helps, but its alternative helps more"
     assert reasons["fused_adamw"] == "its process was killed by SIGSEGV"
     assert "no faster: 1.01x" in reasons["tf32"] and not reasons["bf16"]
     assert steps.loc["bf16_moments", "speedup"] == pytest.approx(100 / 30)
@@ -777,6 +785,30 @@ def test_optimization_that_does_nothing_or_breaks_the_loss_is_not_kept():
     assert why_dropped(broken, before) == "its loss isn't finite"
     # if fp32 doesn't fit, any step that fits is an improvement
     assert not why_dropped(same, outcome("fp32", status="oom"))
+
+
+def test_alternative_with_less_gpu_time_is_kept_in_launch_bound_steps(simulated):
+    bound = {"busy": 0.4, "enqueue_ms": 12.0}
+    outcomes = {
+        "fp32": outcome("fp32", 12.0, wall_min_ms=11.0, gpu_ms=8.5, **bound),
+        "compiled_blocks": outcome("compiled_blocks", 11.0, wall_min_ms=10.2, gpu_ms=7.5, **bound),
+        "compiled_model": outcome("compiled_model", 12.5, wall_min_ms=11.0, gpu_ms=5.6, **bound),
+        "cuda_graph": outcome("cuda_graph", 5.7, gpu_ms=5.6),
+    }
+    made, stacks = simulated(outcomes)
+    assert stacks["cuda_graph"] == ("compiled_model", "cuda_graph")
+    assert made.outcomes["compiled_blocks"].row["kept"] == "no"
+
+
+@pytest.mark.parametrize(("graph_ms", "differs"), [(10.2, True), (7.7, False), (math.nan, False)])
+def test_graph_whose_kernels_take_longer_gets_a_remark(simulated, graph_ms, differs):
+    outcomes = {
+        "fp32": outcome("fp32", 12.7, gpu_ms=7.5),
+        "cuda_graph": outcome("cuda_graph", 10.3, gpu_ms=graph_ms),
+    }
+    made, _ = simulated(outcomes)
+    reason = made.outcomes["cuda_graph"].row["reason"]
+    assert ("10.2 ms" in reason and "7.50 ms" in reason) == differs
 
 
 def test_launch_bound_configurations_are_compared_by_their_fastest_step():

@@ -75,15 +75,23 @@ def fused_adamw(subject: TrainedSubject) -> None:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated blocks, or an empty list.
 
-    The longest ``ModuleList`` or ``Sequential`` whose entries all have the same type determines the blocks'
-    type. A network may have several lists of such blocks, for example one per resolution; the blocks in all
-    lists count.
+    Blocks are the entries of a ``ModuleList`` or ``Sequential`` whose entries all have the same type. Of lists
+    within lists, the longest is chosen. All lists outside its blocks count too, such as the decoder's layers
+    beside the encoder's. So do single blocks of the same types in other lists, because a network may have lists
+    of different lengths, for example one per resolution.
     """
     lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
     of_parts = [blocks for blocks in repeated if [*blocks[0].children()]]  # a single layer is not a block
-    block_type = type(max(of_parts, key=len)[0]) if of_parts else None
-    return [*dict.fromkeys(block for blocks in lists for block in blocks if type(block) is block_type)]
+    chosen: set[nn.Module] = set()
+    inside: set[nn.Module] = set()  # the chosen blocks and all their parts
+    for blocks in sorted(of_parts, key=len, reverse=True):
+        parts = {part for block in blocks for part in block.modules()}
+        if chosen.isdisjoint(parts) and inside.isdisjoint(blocks):
+            chosen.update(blocks)
+            inside |= parts
+    types = {*map(type, chosen)}
+    return [*dict.fromkeys(block for blocks in lists for block in blocks if type(block) in types)]
 
 
 def compile_module(module: nn.Module, varies: bool = False) -> None:
