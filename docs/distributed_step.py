@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One collective of a step: its kind, and the size and dtype of its input or output, whichever is larger."""
+    """One collective of a step: its kind, and the size and dtype of the larger of its input and output."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter or broadcast
     elements: int
@@ -175,6 +175,7 @@ def ddp(
     batch: Batch,
     bucket_mib: float | None = 25,
     bf16_gradients: bool = False,
+    gradient_views: bool = False,
     communicate: bool = True,
     make_optimizer: MakeOptimizer = adamw,
 ) -> Distributed:
@@ -183,6 +184,7 @@ def ddp(
     Args:
         bucket_mib: the size of a bucket; None for DDP's defaults, with a smaller first bucket of 1 MiB.
         bf16_gradients: all-reduce the gradients in bf16.
+        gradient_views: let `.grad` be a view of the bucket, which saves the memory of a second copy.
         communicate: if False, all-reduce within a group of one rank, which sends nothing. This is a control with
             DDP's overhead and the same kernels.
         make_optimizer: returns the optimizer of a model.
@@ -190,7 +192,9 @@ def ddp(
     # otherwise torch.compile would split each block at the bucket boundaries
     torch._dynamo.config.optimize_ddp = False
     group = None if communicate else dist.new_subgroups(1)[0]
-    replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mib)
+    replica = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=gradient_views
+    )
     replica.broadcast_buffers = False  # buffers never change here; if yours do, remove this line
     if bf16_gradients:
         replica.register_comm_hook(group, bf16_compress_hook)

@@ -33,8 +33,8 @@ GIB = 2**30
 
 def bucket_mib(name: str) -> float:
     """Return the size in MiB of the buckets in which a strategy all-reduces gradients."""
-    sizes = GRAPH_BUCKETS_MIB | {"ddp_1000_mib": 1000, "ddp_graph_bf16_gradients": 100}
-    return sizes.get(name, 25)
+    sizes = GRAPH_BUCKETS_MIB | {"ddp_1000_mib": 1000}
+    return sizes.get(name, 100 if name.startswith("ddp_graph") else 25)
 
 
 @dataclass
@@ -93,7 +93,8 @@ def steps_row(config: Config, name: str) -> dict:
     sharded = 16 if name.startswith("fsdp") and step.count else 8 if name == "zero1" else 0
     states_gib = (16 - sharded * (1 - 1 / gpus)) * parameters / GIB
     activations_gib = 3e-6 * config.batch_size * config.context_length * config.num_layers
-    copied_gib = 4 * parameters / GIB if name.startswith(("ddp", "zero1", "flat")) else 0
+    is_copied = name.startswith(("ddp", "zero1", "flat")) and not name.endswith("views")
+    copied_gib = 4 * parameters / GIB if is_copied else 0
     peak_gib = states_gib + activations_gib + copied_gib
     if peak_gib > 79:
         return row | {"status": "oom", "reason": "rank 0: CUDA out of memory"}

@@ -433,6 +433,20 @@ def test_frozen_parameters_are_not_communicated_and_messages_have_the_gradients_
     assert sum(message.elements for message in messages) == 8 + 8 + 8 + 8 * 10 + 10
 
 
+def test_gradient_views_share_the_memory_of_the_bucket_and_train_alike(one_rank):
+    storages, trained = [], []
+    for gradient_views in (False, True):
+        torch.manual_seed(0)
+        model, batch = small_model()
+        step = distributed_step.ddp(model, batch, gradient_views=gradient_views).step
+        for _ in range(3):
+            step()
+        storages.append({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()})
+        trained.append(model.state_dict())
+    assert len(storages[1]) == 1 < len(storages[0])
+    torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0)
+
+
 def test_ddp_control_runs_the_same_operations_as_ddp(one_rank):
     operations = {}
     for communicate in (True, False):

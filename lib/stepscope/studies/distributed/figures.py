@@ -55,7 +55,7 @@ def draw_parts(message: str, parts: pd.DataFrame) -> style.Picture:
     style.stacked_bars(axes, rows, COLORS)
     places = range(len(parts))
     axes.plot(
-        parts["wall_ms"], places, "|", color=style.INK, markersize=12, markeredgewidth=2, label="not profiled"
+        parts["wall_ms"], places, "|", color=style.INK, markersize=12, markeredgewidth=2, label="wall time"
     )
     axes.set(xlabel="time per step, ms", xlim=(0, None))
     drawn.legend(loc="outside lower center", ncols=3)
