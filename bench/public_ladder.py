@@ -12,6 +12,7 @@ takes a few minutes on a GPU, mostly for compilation.
 import argparse
 import inspect
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,30 +34,43 @@ PAGE = """\
 # The ladder on public models
 
 This page shows what `stepscope ladder` found for {models} models, on an {device} with PyTorch {torch} and
-transformers {transformers}. `bench/public_models.py` builds them with random weights: from configurations of
-transformers and torchvision, or, where it defines a class, from the class. An argument such as `layers=4` makes a
-model shallower, which saves compile time; `batch=2048` makes one too large for the GPU's memory. The other
-arguments are the defaults. `python -m bench.public_ladder --runs FOLDER` measures all models.
+transformers {transformers}. With all optimizations that were kept, a step is {least} to {most} as fast as in
+plain fp32. This is what each optimization contributes; [your-model.md](your-model.md) describes them:
+
+{contributions}
+
+The gain is the speedup over the step without this optimization, in the models that keep it. It can be below 1x
+if the step waits for the CPU, because the optimization then saves only GPU time, which a later CUDA graph needs.
+
+## How much faster does each model get?
+
+`bench/public_models.py` builds the models with random weights: from configurations of transformers and
+torchvision, or, where it defines a class, from the class. An argument such as `layers=4` makes a model shallower,
+which saves compile time; unet with `batch=2048` is too large for the GPU's memory. The other arguments are the
+defaults. `python -m bench.public_ladder --runs FOLDER` measures all models.
 
 {summary}
 
 The optimized step has all optimizations that were kept. Times are medians of wall times, and the speedup is over
-plain fp32. If the GPU waits for the CPU in one of the two steps, their medians vary between runs, so both times
-are those of the fastest steps. The gradient error is that of the first gradients, relative to fp32's. Models with
-random weights may amplify any rounding, so a large error needn't be the fault of an optimization: see the limits
-in [your-model.md](your-model.md).
+plain fp32. If the GPU waits for the CPU in one of the two steps, their medians vary between runs; then both
+columns show the fastest step instead. The gradient error is that of the first gradients, relative to fp32's.
+Models with random weights may amplify any rounding, so a large error, such as resnet50's, needn't be the fault of
+an optimization: see the limits in [your-model.md](your-model.md).
 
-The next table shows the speedup of each optimization over the last kept step before it. As each comparison chooses
-between medians and fastest steps, the speedups needn't multiply to those in the first table.
+## What does each optimization gain for each model?
 
-An optimization in parentheses was not kept. An optimization is kept if it gains over 1%, or over 3% if the GPU's
-power limit or changing shapes make times fluctuate. If the optimized step waits for the CPU, it must be over 20%
-faster. It is also kept if its GPU time is over 3% shorter and the step is at most 20% slower, because a later CUDA
-graph may remove the waiting. The optimization stays even if the graph fails.
+The table shows the speedup of each optimization over the last kept step before it, in parentheses if the
+optimization was not kept. As each comparison chooses between medians and fastest steps, the speedups needn't
+multiply to those in the table above.
 
-Of compiled blocks and the compiled model, only one is kept: the compiled model, if by these rules it gains over
-compiled blocks. opt and mixtral were measured when the ladder still kept the faster of the two, and bart and
-whisper when only the encoder's blocks were compiled.
+* An optimization is kept if it gains over 1%, or over 3% if the GPU's power limit or changing shapes make the
+  times fluctuate.
+* A step that waits for the CPU has noisy times, so it must be over 20% faster. It is also kept if it saves over 3%
+  of the GPU time and is at most 20% slower, because a later CUDA graph may remove the waiting. It stays even if
+  the graph fails.
+* Of compiled blocks and the compiled model, only one is kept: the compiled model, if by these rules it gains over
+  compiled blocks. opt and mixtral were measured by an earlier version, which kept the faster of the two, and bart
+  and whisper by one that compiled only the encoder's blocks.
 
 If bf16 autocast wasn't kept, the speedup of bf16 weights includes that of bf16 autocast. Likewise, bf16 moments
 include bf16 weights.
@@ -64,8 +78,9 @@ include bf16 weights.
 {gained}
 
 Channels last needs a 2-D convolution. The other reasons why an optimization failed, doesn't apply or could not be
-profiled are listed below. The list also names CUDA graphs whose kernels take longer than without the graph. A
-profile is discarded if it shows more GPU time than an unprofiled step takes; the wall time is valid.
+profiled are listed below. The list also names CUDA graphs whose kernels take longer than without the graph, which
+means that the model does other work while it is captured. A profile is discarded if it shows more GPU time than an
+unprofiled step takes; the wall time is valid.
 
 {remarks}"""
 # Arguments that make a model small enough to check on a CPU.
@@ -95,12 +110,15 @@ def page(runs: Path) -> str:
     software = json.loads(next(runs.glob("*/*/record.json")).read_text())["software"]
     builds = {build.__name__: build for build in MODELS}
     parameters = tables["your_model.results"].set_index(["model", "arguments"])["parameters"]
-    gains, summaries, remarks = [], [], []
+    gains, kept_gains, summaries, remarks = [], [], [], []
     all_steps = Views(tables)["model_steps"]
     for (model, arguments), steps in all_steps.groupby(["model", "arguments"], sort=False):
         name = model.partition(":")[2]
         row = {"model": f"{name} {arguments}".strip()}
-        gains.append(row | {step.optimization: gain(steps, step) for step in steps.itertuples()})
+        ratios = {step.optimization: gain(steps, step) for step in steps.itertuples()}
+        cells = {step.optimization: cell(step, ratios[step.optimization]) for step in steps.itertuples()}
+        gains.append(row | cells)
+        kept_gains.append({name: ratios[name] for name in steps.loc[steps["kept"] == "yes", "optimization"]})
         kept = steps[steps["kept"] == "yes"]
         first = steps.iloc[0]
         last = kept.iloc[-1] if len(kept) else first  # nothing is kept if nothing fits into memory
@@ -129,12 +147,21 @@ def page(runs: Path) -> str:
             if remark := remark_on_graph(step, without_graph):
                 remarks.append(f"* {row['model']}, cuda_graph: {remark}")
     gained = pd.DataFrame(gains).drop(columns="fp32").fillna("")
+    contributions = pd.DataFrame(kept_gains, columns=gained.columns[1:]).agg(["count", "median", "max"]).T
+    contributions = contributions.set_axis(
+        ["models that keep it", "median gain, x", "largest gain, x"], axis=1
+    )
+    contributions["models that keep it"] = contributions["models that keep it"].astype(int)
+    speedups = pd.DataFrame(summaries)["speedup, x"]
     gained.columns = [column.replace("_", " ") for column in gained]
     return PAGE.format(
         models=all_steps["model"].nunique(),
         device=run["device"],
         torch=run["torch"],
         transformers=software.get("transformers"),
+        least=number(speedups.min(), "x"),
+        most=number(speedups.max(), "x"),
+        contributions=markdown(contributions.rename_axis("optimization")),
         summary=markdown(pd.DataFrame(summaries), rows=len(summaries)),
         gained=markdown(gained, rows=len(gained)),
         remarks="\n".join(remarks),
@@ -148,19 +175,25 @@ def defaults(build: Callable[..., Built], arguments: str) -> str:
     return " ".join(f"{name}={value}" for name, value in default.items() if name not in given)
 
 
-def gain(steps: pd.DataFrame, step: Any) -> str:
-    """Return a step's speedup over the previous kept step, or the reason why there is none."""
-    if step.status != "ok":
-        return {"unsupported": "doesn't apply", "failed": "failed", "oom": "out of memory"}[step.status]
+def gain(steps: pd.DataFrame, step: Any) -> float:
+    """Return a step's speedup over the previous kept step, or NaN if either wasn't measured."""
     is_before = (steps["kept"] == "yes") & (steps.index < step.Index) & steps["wall_ms"].notna()
     if step.optimization == "compiled_model":  # an alternative to compiled blocks
         is_before &= steps["optimization"] != "compiled_blocks"
     before = steps[is_before].tail(1)
-    if not len(before):
-        return ""
+    if step.status != "ok" or not len(before):
+        return math.nan
     after = steps.loc[[step.Index]]
-    speedup = number(wall_ratio(before.set_axis(after.index), after).item(), "x")
-    return speedup if step.kept == "yes" else f"({speedup})"
+    return wall_ratio(before.set_axis(after.index), after).item()
+
+
+def cell(step: Any, gain: float) -> str:
+    """Return the text for a step's gain, or the reason why there is none."""
+    if step.status != "ok":
+        return {"unsupported": "doesn't apply", "failed": "failed", "oom": "out of memory"}[step.status]
+    if math.isnan(gain):
+        return ""
+    return number(gain, "x") if step.kept == "yes" else f"({number(gain, 'x')})"
 
 
 def main() -> None:

@@ -76,22 +76,40 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated blocks, or an empty list.
 
     Blocks are the entries of a ``ModuleList`` or ``Sequential`` whose entries all have the same type. Of lists
-    within lists, the longest is chosen. All lists outside its blocks count too, such as the decoder's layers
-    beside the encoder's. So do single blocks of the same types in other lists, because a network may have lists
-    of different lengths, for example one per resolution.
+    within lists, the first choice is an outer list in which most entries have the same parameter shapes, because
+    these share one compilation; then, the longest list. All lists outside the chosen ones count too, such as the
+    decoder's layers beside the encoder's. So do single blocks of the same types in other lists, because a network
+    may have lists of different lengths, for example one per resolution.
     """
     lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
-    of_parts = [blocks for blocks in repeated if [*blocks[0].children()]]  # a single layer is not a block
+    of_parts = [blocks for blocks in repeated if is_block(blocks[0])]
     chosen: set[nn.Module] = set()
     inside: set[nn.Module] = set()  # the chosen blocks and all their parts
-    for blocks in sorted(of_parts, key=len, reverse=True):
+
+    def choose(blocks: list[nn.Module]) -> None:
         parts = {part for block in blocks for part in block.modules()}
         if chosen.isdisjoint(parts) and inside.isdisjoint(blocks):
             chosen.update(blocks)
-            inside |= parts
+            inside.update(parts)
+
+    for blocks in [*filter(mostly_equal, of_parts), *sorted(of_parts, key=len, reverse=True)]:
+        choose(blocks)
     types = {*map(type, chosen)}
-    return [*dict.fromkeys(block for blocks in lists for block in blocks if type(block) in types)]
+    for block in [block for blocks in lists for block in blocks if type(block) in types]:
+        choose([block])
+    return [module for module in model.modules() if module in chosen]
+
+
+def is_block(module: nn.Module) -> bool:
+    """Return whether a module has parts, unlike a single layer, and can be called, unlike a ``ModuleList``."""
+    return any(module.children()) and type(module).forward is not nn.Module.forward
+
+
+def mostly_equal(blocks: list[nn.Module]) -> bool:
+    """Return whether more than half of the blocks have the same parameter shapes."""
+    shapes = [tuple(parameter.shape for parameter in block.parameters()) for block in blocks]
+    return max(map(shapes.count, shapes)) > len(blocks) / 2
 
 
 def compile_module(module: nn.Module, varies: bool = False) -> None:
@@ -115,7 +133,7 @@ def compile_module(module: nn.Module, varies: bool = False) -> None:
 def compiled_blocks(subject: TrainedSubject) -> str | None:
     blocks = find_blocks(subject.model)
     if not blocks:
-        return "the model has no ModuleList or Sequential of two or more blocks of one type"
+        return "the model has no ModuleList or Sequential whose entries are two or more blocks of one type"
     for block in blocks:
         compile_module(block, subject.varies)
     subject.compiles = True

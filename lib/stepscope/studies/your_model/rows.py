@@ -1,6 +1,7 @@
 """Measure one row of the ladder, or the time per module, in a process that ends afterwards."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from timeit import default_timer
@@ -175,6 +176,9 @@ class RowLoop(Loop):
         first = error
         while first.__context__ is not None and not first.__suppress_context__:
             first = first.__context__
+        guard = re.search(r"guard failure\(s\):\s*- \S+ (.+?)\s+#", str(first))
+        if guard and isinstance(first, torch._dynamo.exc.RecompileError):
+            return f"{user_line(error)}compiled again in each step, because it was compiled for {guard[1]}"
         return f"{user_line(error)}{type(first).__name__}: {super().reason_of(first)}"
 
     def first_step(self, case: Case, subject: TrainedSubject) -> None:
