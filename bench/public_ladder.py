@@ -51,11 +51,11 @@ defaults. `python -m bench.public_ladder --runs FOLDER` measures all models.
 
 {summary}
 
-The optimized step has all optimizations that were kept. Times are medians of wall times, and the speedup is over
-plain fp32. If the GPU waits for the CPU in one of the two steps, their medians vary between runs; then both
-columns show the fastest step instead. The gradient error is that of the first gradients, relative to fp32's.
-Models with random weights may amplify any rounding, so a large error, such as resnet50's, needn't be the fault of
-an optimization: see the limits in [your-model.md](your-model.md).
+The optimized step has all optimizations that were kept by the rules below. Times are medians of wall times, and
+the speedup is over plain fp32. If the GPU waits for the CPU in one of the two steps, their medians vary between
+runs; then both columns show the fastest step instead. The gradient error is that of the first gradients, relative
+to fp32's. Models with random weights may amplify any rounding, so a large error, such as resnet50's, needn't be
+the fault of an optimization: see the limits in [your-model.md](your-model.md).
 
 ## What does each optimization gain for each model?
 
