@@ -337,12 +337,6 @@ def test_transform_returns_a_reason_and_changes_nothing_when_inapplicable(notebo
     assert re.search("CPU|GPU" if model == "ours" else " ", reason)
 
 
-def test_bf16_moments_returns_a_reason_without_master_adamw(notebook):
-    subject = notebook.transformer(2)
-    notebook.fused_adamw(subject)
-    assert "MasterAdamW" in notebook.bf16_moments(subject) and subject.moments == "fp32"
-
-
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 9])
 def test_transformed_subject_trains_with_loss_and_gradients_close_to_fp32(notebook, uncompiled, count):
     names = (*LADDER, "chunked_loss")[:count]

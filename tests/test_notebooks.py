@@ -23,7 +23,7 @@ from rich.console import Console
 from cells import NOTEBOOKS, leaks, run_cells
 from conftest import TINY, put, record_of
 from stepscope import PACKAGE, StepscopeError
-from stepscope.config import ConfigError, configure, from_notebook, studies
+from stepscope.config import ConfigError, configure, studies
 from stepscope.model import transformer
 from stepscope.report.load import read
 from stepscope.runs.notebook import Run
@@ -337,23 +337,6 @@ def test_papermill_without_a_sweep_writes_a_readable_run(tmp_path, tiny):
 def test_notebook_rejects_unknown_parameter(path):
     sources = "".join(cell.source for cell in code_cells(path) if not cell.shows)
     assert re.search(r"= from_notebook\(|^require_parameters\(globals\(\)\)", sources, re.MULTILINE)
-
-
-def test_unknown_parameters_are_rejected_except_in_sweeps():
-    cells = [
-        "",
-        "batch_size: int = 4",
-        "# Parameters\nbatch_size = 2\nseed = 1\nrun_folder = '.'\n",
-        "from x import y",
-    ]
-    names = {"In": cells, "size": "nano", "context_length": 8, "device": "cpu", "batch_size": 2}
-    assert from_notebook("benchmark", names).batch_size == 2
-    with pytest.raises(ConfigError, match="context_length: got 'long'"):
-        from_notebook("benchmark", names | {"context_length": "long"})
-    with pytest.raises(
-        ConfigError, match="^sizes: no such parameter; did you mean size\\? The known names are batch_size"
-    ):
-        from_notebook("benchmark", names | {"In": [*cells[:2], "# Parameters\nsizes = 'nano'\n"]})
 
 
 @pytest.fixture

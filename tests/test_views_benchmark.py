@@ -40,7 +40,7 @@ VIEWS = Views(RAW)
 
 
 def dicts(table: str) -> list[Row]:
-    return RAW[table].replace({"phase": {"total": "total"}}).to_dict("records")
+    return RAW[table].to_dict("records")
 
 
 def timed_rows() -> Rows:
