@@ -33,9 +33,9 @@ def run(monkeypatch, capsys):
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[tuple]:
-    """Collect the sources and options of sweeps on a machine without GPUs, instead of running them."""
-    calls: list[tuple] = []
+def asked(monkeypatch):
+    """Return a list that collects the sources and options of sweeps, which don't run; there are no GPUs."""
+    calls = []
     monkeypatch.setattr(cli, "gpus_here", list)
     monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: calls.append((sources, options)) or 0)
     return calls
