@@ -32,13 +32,21 @@ def run(monkeypatch, capsys):
     return call
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a list that collects the sources and options of sweeps, which don't run; there are no GPUs."""
+    calls = []
+    monkeypatch.setattr(cli, "gpus_here", list)
+    monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: calls.append((sources, options)) or 0)
+    return calls
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["sweep", "nothing"], "nothing: expected a sweep file or the name of a built-in sweep"),
         (["sweep", "reference"], "needs a CUDA GPU"),
         (["sweep", "cpu", "--time-budget", "-1"], "--time-budget"),
-        (["sweep", "cpu", "--timeout", "1 day"], "--timeout"),
         (["sweep", "cpu", "--timeout", "0"], "--timeout"),
         (["sweep", "cpu", "--scheduler", "tcp://127.0.0.1:1"], "nothing answers"),
         (["sweep", "cpu", "--scheduler", "not an address"], "expected an address"),
@@ -63,7 +71,6 @@ def run(monkeypatch, capsys):
         (["fit", "small", "--batch", "0"], "batch_size: got 0"),
         (["fit", "small", "--vocab", "9" * 400], "vocab"),
         (["fit", "small", "--edition", "2024"], "editions are 2025 and 2026"),
-        (["fit", "--edition", "2024"], "editions are 2025 and 2026"),
         (["fit", "--context", "0"], "context_length: got 0"),
         (["list", "--runs", "/nowhere"], "no such runs folder"),
         (["render", "--runs", "/nowhere"], "/nowhere"),
@@ -89,8 +96,6 @@ def test_invalid_input_exits_with_one_line_error_and_status_2(run, monkeypatch, 
     "arguments, wrong, nearest",
     [
         (["ladder", "nano", "--contxt", "64"], "--contxt", "--context"),
-        (["fit", "small", "--memry", "80"], "--memry", "--memory"),
-        (["sweep", "cpu", "--workrs", "1"], "--workrs", "--workers"),
         (["swep", "cpu"], "'swep'", "'sweep'"),
     ],
 )
@@ -200,12 +205,9 @@ def test_default_runs_folder_is_named_after_the_gpu(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["report"]])
-def test_timeout_and_time_budget_are_in_minutes(run, monkeypatch, tmp_path, command):
-    asked = []
-    monkeypatch.setattr(cli, "gpus_here", list)
-    monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(options) or 0)
+def test_timeout_and_time_budget_are_in_minutes(run, asked, tmp_path, command):
     assert run(*command, "--runs", tmp_path, "--timeout", 0.5, "--time-budget", 60)[0] == 0
-    assert [(options.timeout_s, options.time_budget_s) for options in asked] == [(30, 3600)]
+    assert [(options.timeout_s, options.time_budget_s) for _, options in asked] == [(30, 3600)]
 
 
 def test_report_command_measures_missing_runs_and_renders_all_runs(
@@ -283,12 +285,9 @@ def test_fit_command_defaults_to_the_smallest_gpu_or_80_gib(run, monkeypatch, gp
 
 
 @pytest.mark.parametrize("study", [study for study in studies() if study != "your_model"])
-def test_study_sweep_without_a_gpu_runs_its_part_of_the_cpu_sweep(run, monkeypatch, tmp_path, study):
-    asked = []
-    monkeypatch.setattr(cli, "gpus_here", list)
-    monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)
+def test_study_sweep_without_a_gpu_runs_its_part_of_the_cpu_sweep(run, asked, tmp_path, study):
     code, _, err = run("sweep", study, "--runs", tmp_path)
-    (sources,) = asked
+    ((sources, _),) = asked
     assert code == 0 and err.count("\n") == 1 and f"{study}: this machine has no CUDA GPU" in err
     plan = load_sweeps(sources, "cpu")
     everything = load_sweeps(find_sweeps("cpu"), "cpu")
@@ -310,13 +309,13 @@ def test_ladder_command_runs_a_function_with_every_combination_of_arguments(run,
     assert os.environ["STEPSCOPE_MODEL"] == f"{tmp_path}/mine.py:build"
 
 
-def test_sweep_of_all_studies_requires_a_gpu_or_a_scheduler(run, monkeypatch, tmp_path, write_sweep):
-    asked = []
-    monkeypatch.setattr(cli, "gpus_here", list)
-    monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)
+def test_sweep_of_all_studies_requires_a_gpu_or_a_scheduler(run, asked, tmp_path, write_sweep):
     code, _, err = run("sweep", "cpu", "tour", "--runs", tmp_path)
     assert code == 2 and "tour needs a CUDA GPU" in err and not asked
     own = write_sweep({"study": "benchmark", "fixed": TINY})
     assert run("sweep", "cpu", own, "--runs", tmp_path)[0] == 0
     assert run("sweep", "tour", "benchmark", "--scheduler", "tcp://a:1", "--runs", tmp_path)[0] == 0
-    assert asked == [[*find_sweeps("cpu"), own], [*find_sweeps("tour"), *find_sweeps("benchmark")]]
+    assert [sources for sources, _ in asked] == [
+        [*find_sweeps("cpu"), own],
+        [*find_sweeps("tour"), *find_sweeps("benchmark")],
+    ]

@@ -178,11 +178,6 @@ def test_syntax_error_names_its_line(rendered):
     assert rendered("A sentence.\n{{ 1 + }}\n").startswith("writeup/01-chapter.md.j2:2: ")
 
 
-def test_lookup_with_each_selects_rows_to_aggregate(rendered):
-    text = '{{ rows(times, size=each, mode="step").wall_ms.max()|ms }}'
-    assert rendered(text) == "300 ms"
-
-
 def test_true_condition_prints_nothing(rendered):
     assert rendered("It is fast.{{ holds(20 < 30) }}\n") == "It is fast.\n"
 

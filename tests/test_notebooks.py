@@ -23,7 +23,7 @@ from rich.console import Console
 from cells import NOTEBOOKS, leaks, run_cells
 from conftest import TINY, put, record_of
 from stepscope import PACKAGE, StepscopeError
-from stepscope.config import ConfigError, configure, from_notebook, studies
+from stepscope.config import ConfigError, configure, studies
 from stepscope.model import transformer
 from stepscope.report.load import read
 from stepscope.runs.notebook import Run
@@ -339,23 +339,6 @@ def test_notebook_rejects_unknown_parameter(path):
     assert re.search(r"= from_notebook\(|^require_parameters\(globals\(\)\)", sources, re.MULTILINE)
 
 
-def test_unknown_parameters_are_rejected_except_in_sweeps():
-    cells = [
-        "",
-        "batch_size: int = 4",
-        "# Parameters\nbatch_size = 2\nseed = 1\nrun_folder = '.'\n",
-        "from x import y",
-    ]
-    names = {"In": cells, "size": "nano", "context_length": 8, "device": "cpu", "batch_size": 2}
-    assert from_notebook("benchmark", names).batch_size == 2
-    with pytest.raises(ConfigError, match="context_length: got 'long'"):
-        from_notebook("benchmark", names | {"context_length": "long"})
-    with pytest.raises(
-        ConfigError, match="^sizes: no such parameter; did you mean size\\? The known names are batch_size"
-    ):
-        from_notebook("benchmark", names | {"In": [*cells[:2], "# Parameters\nsizes = 'nano'\n"]})
-
-
 @pytest.fixture
 def by_hand(tiny, tmp_path):
     """Yield a function that starts an interactive run in this process; restore torch's thread count afterwards."""
@@ -428,14 +411,7 @@ def test_runs_folder_is_relative_to_the_project_from_any_subfolder(tmp_path, mon
 # Cells that run in this process.
 
 
-def test_run_cells_replaces_names_and_rejects_unknown_parameters(by_hand):
-    def build(config):
-        raise StopIteration(config.context_length)
-
-    with pytest.raises(StopIteration, match="8"):
-        run_cells("benchmark", replaced={"TransformerLM": build}, **TINY | {"context_length": 8})
-    names = run_cells("benchmark", until="def timed(", **TINY | {"context_length": 9})
-    assert names["config"].context_length == 9 and "timed" not in names
+def test_run_cells_rejects_unknown_parameters():
     with pytest.raises(LookupError, match="no parameters contxt"):
         run_cells("benchmark", contxt=8)
 

@@ -118,18 +118,6 @@ def test_upstream_tensor_learning_rates_match_numbers():
 
 
 @OPTIONS
-def test_upstream_step_is_noop_without_gradients_and_for_zeros(options):
-    weight, bias = weight_and_bias()
-    optimizer = MasterAdamW([weight, bias], **{**options, "weight_decay": 0.0})
-    before = optimizer.master.clone()
-    optimizer.step()
-    assert not optimizer.count.any()
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    assert torch.equal(optimizer.master, before) and optimizer.count.tolist() == [1, 0]
-
-
-@OPTIONS
 @pytest.mark.parametrize("named", [(False, False), (True, False), (False, True), (True, True)])
 def test_upstream_state_dict_is_deterministic_and_not_modified(options, named):
     def make(is_named):

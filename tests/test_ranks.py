@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from capture_events import ALL_REDUCE, GEMM, launch, profiler_step, write_trace
+from capture_events import ALL_REDUCE, GEMM, launch, profiler_step, summary_line, write_trace
 from stepscope import PROJECT
 from stepscope.captures.capture import load_capture
-from stepscope.captures.lines import rendered
+from stepscope.captures.lines import Line, rendered
 from stepscope.captures.ranks import compare_ranks, profile_ranks
 from stepscope.captures.step_breakdown import devices
 from stepscope.captures.summary import profile
@@ -51,10 +51,19 @@ def rank_trace(
     return write_trace(folder / f"rank{rank}.json", events, distributedInfo=info)
 
 
+def lines_of(paths: list[Path]) -> dict[str, Line]:
+    """Return the lines of these ranks' comparison, keyed by label."""
+    return {line.label: line for line in profile_ranks(paths)}
+
+
+def waits_ms(lines: dict[str, Line]) -> list[float]:
+    return [wait["ms"] for wait in lines["waiting"].values["waits"]]
+
+
 def test_late_rank_is_identified_by_the_waiting_time_of_the_other_ranks(tmp_path):
     delays = (0, 20_000, 4_000)
     paths = [rank_trace(tmp_path, rank, delays) for rank in (2, 0, 1)]
-    lines = {line.label: line for line in profile_ranks(paths)}
+    lines = lines_of(paths)
     waits = {(wait["rank"], wait["for"]): wait["ms"] for wait in lines["waiting"].values["waits"]}
     assert waits == pytest.approx({(0, 1): 40, (2, 1): 32})
     for rank, waiting_ms in enumerate((40, 0, 32)):
@@ -72,11 +81,11 @@ def test_late_rank_is_identified_by_the_waiting_time_of_the_other_ranks(tmp_path
 )
 def test_shifted_timestamps_are_detected_and_do_not_count_as_waiting(tmp_path, shift_ms, shown, is_doubtful):
     paths = [rank_trace(tmp_path, 0, (0, 0)), rank_trace(tmp_path, 1, (0, 0), shift=1000 * shift_ms)]
-    lines = {line.label: line for line in profile_ranks(paths)}
+    lines = lines_of(paths)
     assert lines["clocks"].values["offsets_ms"] == pytest.approx([0, shift_ms])
     assert f"rank 1's timestamps are {shown} ms ahead of rank 0's" in lines["clocks"].text
     assert ("different runs" in lines["clocks"].text) == is_doubtful
-    assert lines["waiting"].values["waits"] == []
+    assert waits_ms(lines) == []
     assert [lines[f"rank {rank}"].values["last"] for rank in range(2)] == [0, 0]
 
 
@@ -84,7 +93,7 @@ def test_shifted_timestamps_are_attributed_to_the_shifted_rank(tmp_path):
     for shifted in range(3):
         shifts = [20_000 * (rank == shifted) for rank in range(3)]
         paths = [rank_trace(tmp_path, rank, (0, 0, 0), shift=shift) for rank, shift in enumerate(shifts)]
-        (clocks,) = [line for line in profile_ranks(paths) if line.label == "clocks"]
+        clocks = lines_of(paths)["clocks"]
         assert clocks.values["offsets_ms"] == pytest.approx([shift / 1000 for shift in shifts])
         assert clocks.text.count("timestamps") == 1
         assert f"rank {shifted}'s timestamps are 20.0 ms ahead of" in clocks.text
@@ -130,40 +139,39 @@ def test_different_numbers_of_collectives_are_not_matched(tmp_path):
         for kernel in kernels[::collectives]:
             kernel["name"] = "ncclDevKernel_Broadcast_RING_LL(x)"
     # in a pipeline, ranks send different numbers of messages, but different numbers of all-reduces are suspicious
-    for kind, waits_ms in (("SendRecv", [8]), ("AllReduce", [])):
+    for kind, expected_ms in (("SendRecv", [8]), ("AllReduce", [])):
         for path, trace in zip(paths, traces):
             path.write_text(json.dumps(trace).replace("AllReduce", kind))
-        lines = {line.label: line for line in profile_ranks(paths)}
-        assert [wait["ms"] for wait in lines["waiting"].values["waits"]] == pytest.approx(waits_ms)
-        assert ("different runs" in lines["waiting"].text) == (not waits_ms)
-        assert ("matched: 1 collective per step (broadcast);" in lines["ranks"].text) == bool(waits_ms)
-        assert lines["rank 1"].text.endswith("arrives last at 1 of 1 collective") == bool(waits_ms)
+        lines = lines_of(paths)
+        assert waits_ms(lines) == pytest.approx(expected_ms)
+        assert ("different runs" in lines["waiting"].text) == (not expected_ms)
+        assert ("matched: 1 collective per step (broadcast);" in lines["ranks"].text) == bool(expected_ms)
+        assert lines["rank 1"].text.endswith("arrives last at 1 of 1 collective") == bool(expected_ms)
 
 
 def test_kernels_that_end_at_different_times_are_not_one_collective(tmp_path):
     delays = (0, 8_000)
     paths = [rank_trace(tmp_path, rank, delays, collectives=3) for rank in range(2)]
-    (waits,) = [line for line in profile_ranks(paths) if line.label == "waiting"]
-    assert [wait["ms"] for wait in waits.values["waits"]] == pytest.approx([24])
+    assert waits_ms(lines_of(paths)) == pytest.approx([24])
     trace = json.loads(paths[1].read_text())
     kernels = [event for event in trace["traceEvents"] if event["name"] == ALL_REDUCE]
     for kernel in kernels[2::3]:
         kernel["ts"] += 10_000
         kernel["dur"] = 1_000
     paths[1].write_text(json.dumps(trace))
-    lines = {line.label: line for line in profile_ranks(paths)}
+    lines = lines_of(paths)
     assert lines["ranks"].values["collectives"] == 2 and lines["ranks"].values["mismatched"] == 3
     assert "excluded: 3 collectives" in lines["ranks"].text
-    assert [wait["ms"] for wait in lines["waiting"].values["waits"]] == pytest.approx([16])
+    assert waits_ms(lines) == pytest.approx([16])
     values = lines["rank 0"].values  # per collective: 5 ms of transfer, and 8 ms of waiting for rank 1
     assert values["transfer_ms"] == pytest.approx(10) and values["unmatched_ms"] == pytest.approx(5 + 8)
     assert "unmatched communication 13.0" in lines["rank 0"].text
     for kernel in kernels[1::3]:
         kernel["ts"] += 20_000
     paths[1].write_text(json.dumps(trace))
-    lines = {line.label: line for line in profile_ranks(paths)}
+    lines = lines_of(paths)
     assert lines["ranks"].values["collectives"] == 0 and lines["ranks"].values["mismatched"] == 6
-    assert lines["waiting"].values["waits"] == [] and "different runs" in lines["waiting"].text
+    assert waits_ms(lines) == [] and "different runs" in lines["waiting"].text
     assert "last" not in lines["rank 1"].text and "clocks" not in lines
     assert lines["rank 0"].values["unmatched_ms"] == pytest.approx(3 * (5 + 8))
 
@@ -179,9 +187,9 @@ def test_waiting_in_overlapping_collectives_counts_once(tmp_path):
             added = json.loads(path.read_text())["traceEvents"]
             events += [event for event in added if name == "1" or event["cat"] != "user_annotation"]
         paths.append(write_trace(path, events, distributedInfo={"rank": rank, "world_size": 2}))
-    lines = {line.label: line for line in profile_ranks(paths)}
+    lines = lines_of(paths)
     assert lines["ranks"].values["collectives"] == 4
-    assert [wait["ms"] for wait in lines["waiting"].values["waits"]] == pytest.approx([16])
+    assert waits_ms(lines) == pytest.approx([16])
     assert lines["rank 0"].values["waiting_ms"] == pytest.approx(16)
 
 
@@ -212,7 +220,7 @@ def test_missing_ranks_are_reported(tmp_path):
     assert lines[-1].text.startswith(
         "no rank waits for another; a rank that is missing here may arrive later"
     )
-    (waiting,) = [line for line in profile_ranks(paths[::2]) if line.label == "waiting"]
+    waiting = lines_of(paths[::2])["waiting"]
     assert waiting.text.startswith(
         "rank 0 waits at least 16.0 ms per step for rank 2; a rank that is missing"
     )
@@ -221,17 +229,16 @@ def test_missing_ranks_are_reported(tmp_path):
 def test_waits_that_are_not_listed_are_counted(tmp_path):
     delays = (0, 0, 0, 0, 0, 0, 20_000)
     paths = [rank_trace(tmp_path, rank, delays) for rank in range(7)]
-    (waiting,) = [line for line in profile_ranks(paths) if line.label == "waiting"]
+    waiting = lines_of(paths)["waiting"]
     assert len(waiting.values["waits"]) == 6
     assert waiting.text.endswith("; 2 shorter waits between other pairs of ranks")
 
 
 def test_only_common_steps_are_compared(tmp_path):
     paths = [rank_trace(tmp_path, 0, (0, 8_000)), rank_trace(tmp_path, 1, (0, 8_000), first_step=1)]
-    lines = {line.label: line for line in profile_ranks(paths)}
+    lines = lines_of(paths)
     assert lines["ranks"].values["steps"] == 2
-    (wait,) = lines["waiting"].values["waits"]
-    assert wait["ms"] == pytest.approx(16)
+    assert waits_ms(lines) == pytest.approx([16])
     later = rank_trace(tmp_path, 1, (0, 0), first_step=7)
     with pytest.raises(TraceError, match="no step in common"):
         profile_ranks([paths[0], later])
@@ -248,7 +255,7 @@ def test_communication_within_one_capture_is_divided_into_transfer_and_waiting(t
         events += [item for item in trace["traceEvents"] if gpu == 0 or item["cat"] != "user_annotation"]
     path = write_trace(tmp_path / "both.json", events)
     for device, waiting in ((0, 16), (1, 0)):
-        (line,) = [line for line in profile(path, device=device) if line.label == "communication"]
+        line = summary_line(path, "communication", device=device)
         assert line.values["waiting_ms"] == pytest.approx(waiting)
         assert f"10.0 ms is transfer and {waiting}" in line.text
         assert "message sizes are unknown" not in "".join(line.text for line in profile(path, device=device))
@@ -297,8 +304,8 @@ def test_delay_added_to_a_public_capture_is_attributed_to_the_late_gpu(late):
 
 @pytest.mark.skipif(not PUBLIC.is_file(), reason="needs a public capture of two GPUs")
 def test_gpus_within_one_capture_are_compared():
-    lines = {line.label: line for line in profile(PUBLIC)}
+    waits = summary_line(PUBLIC, "waiting").values["waits"]
     gpus = list(devices(load_capture(PUBLIC)))
     steps = compare_ranks(gpus).steps
     assert steps.drop(columns="wall").sum(axis=1).to_numpy() == pytest.approx(steps["wall"].to_numpy())
-    assert {wait["for"] for wait in lines["waiting"].values["waits"]} == {0, 1}
+    assert {wait["for"] for wait in waits} == {0, 1}

@@ -561,11 +561,6 @@ def test_enclosing_matches_a_plain_loop(seed):
     assert depth.tolist() == [len(holders(*interval)) for interval in intervals]
 
 
-def test_enclosing_ignores_intervals_of_different_threads():
-    inside, *_ = enclosing(*np.array([(1, 0, 5), (2, 0, 9)]).T, *np.array([(1, 9), (2, 0)]).T)
-    assert inside.tolist() == [-1, 1]
-
-
 def test_cpu_operators_count_only_self_time(tmp_path):
     """An operator's self time excludes the time of the operators that it calls."""
     spans = [

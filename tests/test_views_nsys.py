@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from reference_runs import DIMENSIONS, MODES, NAN, Row, assert_same, keyed, read_tables
-from stepscope.figures import all_figures
 from stepscope.views import Views
 from stepscope.views.nsys import readable
 
@@ -60,10 +59,7 @@ def category(row: Row) -> str:
 OPERATIONS = [row | {"category": category(row)} for row in TABLES["nsys.operations"].to_dict("records")]
 PROFILES = grouped(OPERATIONS, "mode")
 WITH_TOTALS = OPERATIONS + [row | {"phase": "total"} for row in OPERATIONS]
-CLOCKS = [
-    row | {"phase": row["phase"].replace("total", "total")} for row in TABLES["nsys.times"].to_dict("records")
-]
-PASSES = grouped(CLOCKS, "mode", "phase")
+PASSES = grouped(TABLES["nsys.times"].to_dict("records"), "mode", "phase")
 
 
 # -- expected rows -----------------------------------------------------------------------------------------
@@ -286,19 +282,6 @@ def test_readable_kernel_names_are_distinct_and_keep_the_tile():
     for name, text in tiled.items():
         tile = name.partition("_tilesize")[2].partition("_")[0]
         assert tile in text and "tilesize" not in text
-
-
-def test_figures_draw_rows_of_the_views():
-    draw = all_figures()
-    step = VIEWS["profile_categories"].query(
-        "mode == 'step' and precision == 'fp32' and context_length == 512"
-    )
-    drawn = draw["kernel_categories_by_size"]("A title", step)
-    assert all(f"{size}: AdamW" in drawn for size in ("small", "2.7B"))
-    window = VIEWS["launch_timeline"].query(
-        "size == 'small' and precision == 'bf16' and context_length == 128"
-    )
-    assert "as a CUDA graph" in draw["launches_timeline"]("A title", window)
 
 
 def test_agreement_with_nsys_is_unknown_without_its_reports():

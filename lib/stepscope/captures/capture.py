@@ -134,10 +134,6 @@ class Capture:
     def step_names(self) -> set[str]:
         return set(self.ranges["name"])
 
-    @property
-    def left_out(self) -> int:
-        return len(self.excluded)
-
     def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
         """Return a time span of a capture: the operations that start in it, and the steps entirely within it.
 

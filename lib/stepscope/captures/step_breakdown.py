@@ -453,7 +453,7 @@ def busiest_device(capture: Capture, number: int | None = None) -> Device:
     gpus = list(devices(capture))
     if not gpus:
         raise TraceError(
-            f"{capture.path}: all {capture.left_out:,} operations were launched before"
+            f"{capture.path}: all {len(capture.excluded):,} operations were launched before"
             f" {'the first step' if capture.steps else 'the capture'}; expected operations after that"
         )
     candidates = [gpu for gpu in gpus if number is None or gpu.number == number]

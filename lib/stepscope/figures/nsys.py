@@ -45,5 +45,4 @@ def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
         operations: rows of the view ``launch_timeline`` for one configuration.
     """
     names = {mode: name for mode, name in ON_GPU.items() if (operations["mode"] == mode).any()}
-    timeline = operations.rename(columns={"kernel_category": "kernel_category"})
-    return draw_lanes(title, timeline, names, "CPU launches")
+    return draw_lanes(title, operations, names, "CPU launches")

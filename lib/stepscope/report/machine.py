@@ -327,7 +327,6 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
     parts = by_device(found, runs)
     there = reference()
     serial = itertools.count(1)
-    reference_run = there["about"].iloc[0]
     shared = {
         "some": some,
         "by_case": by_case,
@@ -336,8 +335,9 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         "ladder_optimizations": [*LADDER_OPTIMIZATIONS],
         "why": link(out),
         "serial": lambda: next(serial),
+        "compared": compared,
+        "reference": there["about"].iloc[0],
     }
-    shared |= {"compared": compared, "reference": reference_run}
     texts: list[str] = []
     figures: dict[str, str] = {}
     errors = [*found.errors]

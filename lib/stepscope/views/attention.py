@@ -151,9 +151,7 @@ def attention(data: Views) -> pd.DataFrame:
     between the peak and its prediction. ``square_gib`` is the size of one T x T matrix per sequence in the
     setting's precision, and ``row_mib`` is the size of one fp32 number per row.
     """
-    frame = _ordered(_cases(data).drop_duplicates(CASE))[
-        [*CASE, "name", "precision_name", "status", "device_gib"]
-    ]
+    frame = _cases(data).drop_duplicates(CASE)[[*CASE, "name", "precision_name", "status", "device_gib"]]
     for phase in PASSES:
         frame = frame.merge(_phase_columns(data, phase), on=CASE, how="left", validate="one_to_one")
     wall_ms = frame["forward_ms"] + frame["backward_ms"]

@@ -246,10 +246,8 @@ def region_kernels(data: Views) -> pd.DataFrame:
     keys = [*KEY, "mode"]
     groups = _operations(data).groupby([*keys, "region", "name", "kernel_category"], sort=False)
     rows = groups[["launches", "gpu_ms"]].sum().reset_index()
-    others_ms = rows["gpu_ms"].where(rows["kernel_category"] != MATMUL)
-    place = others_ms.groupby([rows[key] for key in keys]).rank(ascending=False, method="first")
     share = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
-    return _longest_first(_named(rows).assign(share=share, place=place.fillna(0).astype(int)), keys)
+    return _longest_first(_named(rows).assign(share=share, place=_other_place(rows, keys)), keys)
 
 
 @view(key=[*KEY, "mode", "region"], columns=["column", "gpu_ms", "share"], studies=["nsys"])
@@ -278,9 +276,14 @@ def profile_categories(data: Views) -> pd.DataFrame:
     rows = groups["gpu_ms"].sum().reset_index()
     total_ms = rows["gpu_ms"].where(rows["phase"] == TOTAL)
     share = rows["gpu_ms"] / total_ms.groupby([rows[key] for key in [*KEY, "mode"]]).transform("sum")
+    return _longest_first(rows.assign(share=share, other_place=_other_place(rows, keys)), keys)
+
+
+def _other_place(rows: pd.DataFrame, keys: list[str]) -> pd.Series:
+    """Rank the non-matmul rows of each group by GPU time; the rank of a matmul is 0."""
     others_ms = rows["gpu_ms"].where(rows["kernel_category"] != MATMUL)
     place = others_ms.groupby([rows[key] for key in keys]).rank(ascending=False, method="first")
-    return _longest_first(rows.assign(share=share, other_place=place.fillna(0).astype(int)), keys)
+    return place.fillna(0).astype(int)
 
 
 def _operations(data: Views) -> pd.DataFrame:
