@@ -184,6 +184,16 @@ def test_special_files_are_rejected_without_blocking(tmp_path):
             find_sweeps(name)
 
 
+def test_load_yaml_uses_yaml_1_2(write_sweep):
+    assert load_yaml(write_sweep("{a: 1:30, b: yes, c: 0o17, d: 1e3, e: 2.7B}")) == {
+        "a": "1:30",
+        "b": "yes",
+        "c": 15,
+        "d": 1000.0,
+        "e": "2.7B",
+    }
+
+
 def test_block_expands_to_the_product_of_its_axes_without_duplicates(write_sweep):
     axes = {"context_length": [8, 16], "seed": [1, 2]}
     fixed = {name: value for name, value in TINY.items() if name != "context_length"}

@@ -126,6 +126,14 @@ def test_cases_match_recomputation():
     assert_same(view, {key: expected_case(key) for key in CASES})
 
 
+def test_total_times_are_omitted_when_a_phase_is_inconsistent():
+    marked = keyed(RECORDED[RECORDED.inconsistent.fillna("") != ""], [*CASE, "phase"])
+    view = keyed(VIEWS["attention"], CASE)
+    assert marked
+    for key in marked:
+        assert math.isnan(view[key[:-1]]["gpu_ms"]) and math.isnan(view[key[:-1]]["wall_ms"])
+
+
 def test_compiled_attention_is_compared_with_naive_wherever_both_ran():
     view = keyed(VIEWS["compiled_attention"], [*SETTING, "context_length"])
     settings = {(*key[:3], key[4]) for key in CASES if key[3] == "naive"}
@@ -135,6 +143,14 @@ def test_compiled_attention_is_compared_with_naive_wherever_both_ran():
         assert row["compiled_speedup"] == pytest.approx(GPU_MS[naive] / GPU_MS[compiled], nan_ok=True)
         assert row["naive_forward"] == wall_text(PHASES[*naive, "forward"])
         assert is_same(row["compiled_in_use_mib"], PHASES[*compiled, "backward"]["in_use_mib"])
+
+
+def test_parts_sum_to_the_predicted_peak():
+    view = VIEWS["attention_parts"]
+    predicted = keyed(VIEWS["attention"], CASE)
+    assert len(view[view.part == "total"]) == len(CASES)
+    for key, parts in view[view.part != "total"].groupby(CASE):
+        assert parts.part_gib.sum() == pytest.approx(predicted[key]["predicted_gib"])
 
 
 def test_attention_errors_are_the_maximum_over_all_checks():

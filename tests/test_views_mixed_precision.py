@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from reference_runs import NAN, Row, assert_same, keyed, read_tables
@@ -122,6 +123,27 @@ EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
 def test_mixed_precision_view_matches_recomputation_from_files(name: str):
     names, expect = EXPECTED[name]
     assert_same(keyed(VIEWS[name], (*CONFIG, *names)), expect())
+
+
+def test_repeated_sums_match_numpy():
+    """Add the numbers one at a time in fp32 and fp16 with NumPy."""
+    cases = {
+        "fp32 into fp32": (np.float32, np.float32),
+        "fp16 into fp16": (np.float16, np.float16),
+        "fp16 into fp32": (np.float32, np.float16),
+    }
+    results = VIEWS["repeated_sums"].set_index("case")["result"]
+    for case, (of_sum, of_term) in cases.items():
+        total = of_sum(0)
+        for _ in range(1000):
+            total = of_sum(total + of_term(0.01))
+        assert results[case] == float(total), case
+
+
+def test_share_of_values_lost_in_fp16_matches_its_range():
+    rows = VIEWS["layer_norm"].query("part in ['mean', 'squares'] and precision == 'fp16'")
+    assert len(rows) == 22
+    assert (rows["lost_share"] - rows["expected_lost_share"]).abs().max() < 0.05
 
 
 def test_gains_omit_configurations_without_fp32():
