@@ -26,7 +26,7 @@ def error_text(error: BaseException) -> str:
     )
     line = one_line(first_sentences, 4 * MAX_REASON_CHARS)
     without_paths = re.sub(r"(?<![:/\w])/\S*/", "", line)
-    return without_paths[:MAX_REASON_CHARS] or type(error).__name__
+    return one_line(without_paths, MAX_REASON_CHARS) or type(error).__name__
 
 
 class out_of_memory:
