@@ -146,6 +146,24 @@ def test_error_names_the_unknown_argument(write):
         source.build(write("def build(batch=1):\n    pass"), {"size": 3}, "cpu", 0)
 
 
+def test_edit_that_keeps_the_files_size_and_time_is_measured(write, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    text = "def build(): return nn.Linear(2, {}), {{}}"
+    for width in (3, 4):
+        place = write(text.format(width))
+        os.utime(place.path, (10**9, 10**9))
+        model, _, _ = source.build(place, {}, "cpu", 0)
+        assert model.out_features == width
+        del sys.modules["mine"]
+
+
+def test_file_edited_while_it_is_measured_is_rejected(write):
+    place = write("def build(): return nn.Linear(2, 3), {}")
+    place.path.write_text(place.path.read_text().replace("3", "4"))
+    with pytest.raises(ModelError, match=r"mine\.py was edited while it was measured; run the command again"):
+        source.build(place, {}, "cpu", 0)
+
+
 @pytest.mark.parametrize(
     "forward, words",
     [

@@ -5,7 +5,7 @@ function or its return value raises a :class:`ModelError`, whose message is one 
 """
 
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import linecache
 import os
@@ -116,19 +116,28 @@ def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
         module,
         function,
         ":".join(words),
-        hashlib.sha256(content).hexdigest()[:12],
+        digest_of(content),
     )
     if digest not in ("", source.digest):
         raise ModelError(f"{path.name} was edited after the run was requested; run the command again")
     return source
 
 
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> tuple[Any, ...]:
     """Import the file and call the function on the device; return the checked model, batch, and loss or None.
 
     Raises:
-        ModelError: If the file or the function raises, or returns something that can't be trained.
+        ModelError: If the file was edited since it was found, or the file or the function raises, or returns
+            something that can't be trained.
     """
+    if digest_of(source.path.read_bytes()) != source.digest:
+        raise ModelError(f"{source.path.name} was edited while it was measured; run the command again")
+    # Python would use its compiled copy if an edit within a second keeps the file's size.
+    Path(importlib.util.cache_from_source(source.path)).unlink(missing_ok=True)
     sys.path.insert(0, str(source.root))
     reseed(seed)
     try:
