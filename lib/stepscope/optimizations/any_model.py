@@ -103,7 +103,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 def is_block(module: nn.Module) -> bool:
     """Return whether a module has parts, unlike a single layer, and can be called, unlike a ``ModuleList``."""
-    return any(module.children()) and type(module).forward is not nn.Module.forward
+    return len([*module.children()]) > 0 and type(module).forward is not nn.Module.forward
 
 
 def mostly_equal(blocks: list[nn.Module]) -> bool:

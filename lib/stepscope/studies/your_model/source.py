@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> t
     if digest_of(source.path.read_bytes()) != source.digest:
         raise ModelError(f"{source.path.name} was edited while it was measured; run the command again")
     # Python would use its compiled copy if an edit within a second keeps the file's size.
-    Path(importlib.util.cache_from_source(source.path)).unlink(missing_ok=True)
+    with suppress(OSError):  # there is no copy, or the folder of an installed package can't be written
+        Path(importlib.util.cache_from_source(source.path)).unlink()
     sys.path.insert(0, str(source.root))
     reseed(seed)
     try:
