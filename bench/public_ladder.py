@@ -118,8 +118,8 @@ def page(runs: Path) -> str:
         ratios = {step.optimization: gain(steps, step) for step in steps.itertuples()}
         cells = {step.optimization: cell(step, ratios[step.optimization]) for step in steps.itertuples()}
         gains.append(row | cells)
-        kept_gains.append({name: ratios[name] for name in steps.loc[steps["kept"] == "yes", "optimization"]})
         kept = steps[steps["kept"] == "yes"]
+        kept_gains.append({optimization: ratios[optimization] for optimization in kept["optimization"]})
         first = steps.iloc[0]
         last = kept.iloc[-1] if len(kept) else first  # nothing is kept if nothing fits into memory
         time = "wall_min_ms" if first["launch_bound"] or last["launch_bound"] else "wall_ms"
@@ -142,10 +142,10 @@ def page(runs: Path) -> str:
             if is_missing or step.reason.startswith("not profiled"):
                 remarks.append(f"* {row['model']}, {step.optimization}: {escape(step.reason)}")
         by_stack = {step["stack"]: step for step in steps.to_dict("records")}
-        for stack, step in by_stack.items():
-            without_graph = by_stack.get(stack.removesuffix(" + cuda_graph"), {})
-            if remark := remark_on_graph(step, without_graph):
-                remarks.append(f"* {row['model']}, cuda_graph: {remark}")
+        (stack,) = steps.loc[steps["optimization"] == "cuda_graph", "stack"]
+        without_graph = by_stack.get(stack.removesuffix(" + cuda_graph"), {})
+        if remark := remark_on_graph(by_stack[stack], without_graph):
+            remarks.append(f"* {row['model']}, cuda_graph: {remark}")
     gained = pd.DataFrame(gains).drop(columns="fp32").fillna("")
     contributions = pd.DataFrame(kept_gains, columns=gained.columns[1:]).agg(["count", "median", "max"]).T
     contributions = contributions.set_axis(

@@ -125,6 +125,18 @@ def test_naive_attention_matches_the_model(calls):
     assert torch.equal(calls["naive"](q, k, v, inputs.future), expected)
 
 
+def test_float64_attention_matches_autograd():
+    inputs = Inputs(small(), 8)
+    q, k, v = leaves = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    future = torch.full((8, 8), -torch.inf).triu(1)
+    weights = torch.exp(torch.einsum("bhid,bhjd->bhij", q, k) / 8**0.5 + future)
+    output = weights / weights.sum(-1, keepdim=True) @ v
+    output.backward(inputs.gradient.double())
+    expected = (output, *(leaf.grad for leaf in leaves))
+    for ours, theirs in zip(attention_in_float64(inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_float64_attention_in_chunks_matches_a_single_pass(monkeypatch):
     inputs = Inputs(small(), 32)
     at_once = attention_in_float64(inputs)

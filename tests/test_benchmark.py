@@ -71,6 +71,16 @@ def test_cpu_results_omit_the_data_sheet_peak(run):
     assert "ms" in run[2] and "GPU" not in run[2] and "%" not in run[2]
 
 
+def test_run_fails_when_weights_do_not_fit():
+    """A run that raises ``OutOfMemoryError`` gets the status ``oom``."""
+
+    def build(config):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run_cells("benchmark", replaced={"TransformerLM": build}, **QUICK)
+
+
 def test_summary_gives_the_reason_when_no_mode_fits():
     def clock(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.")

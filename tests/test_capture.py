@@ -344,6 +344,8 @@ KERNEL_EVENTS = launch(ADD, 0, 10, 10)
 TRACE = json.dumps({"traceEvents": KERNEL_EVENTS}).encode()
 INVALID = {
     "empty.json": (b"", "empty"),
+    "text.txt": (b"Time (%),Total\n" * 9, "not a capture, because it begins with b'Time"),
+    "cut.json": (TRACE[:-40], "the file is truncated: it ends within line 1"),
     "cut.json.gz": (gzip.compress(TRACE)[:-20], "cannot be read .*end-of-stream"),
     "no_events.json": (b'{"schemaVersion": 1}', "has no list traceEvents"),
     "list.json": (b'{"traceEvents": {"a": 1}}', "has no list traceEvents"),

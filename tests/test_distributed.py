@@ -436,7 +436,6 @@ def test_frozen_parameters_are_not_communicated_and_messages_have_the_gradients_
 def test_gradient_views_share_the_memory_of_the_bucket_and_train_alike(one_rank):
     storages, trained = [], []
     for gradient_views in (False, True):
-        torch.manual_seed(0)
         model, batch = small_model()
         step = distributed_step.ddp(model, batch, gradient_views=gradient_views).step
         for _ in range(3):

@@ -411,7 +411,14 @@ def test_runs_folder_is_relative_to_the_project_from_any_subfolder(tmp_path, mon
 # Cells that run in this process.
 
 
-def test_run_cells_rejects_unknown_parameters():
+def test_run_cells_replaces_names_and_rejects_unknown_parameters(by_hand):
+    def build(config):
+        raise StopIteration(config.context_length)
+
+    with pytest.raises(StopIteration, match="8"):
+        run_cells("benchmark", replaced={"TransformerLM": build}, **TINY | {"context_length": 8})
+    names = run_cells("benchmark", until="def timed(", **TINY | {"context_length": 9})
+    assert names["config"].context_length == 9 and "timed" not in names
     with pytest.raises(LookupError, match="no parameters contxt"):
         run_cells("benchmark", contxt=8)
 

@@ -25,6 +25,7 @@ from stepscope.studies.nsys import profile as nsys_profile
 from stepscope.studies.nsys import tables as study
 from stepscope.traces import nsys_tool
 from stepscope.traces.attribution import ConservationError
+from stepscope.traces.conservation import check_conservation
 from stepscope.traces.export import activity_totals, load_trace
 from stepscope.traces.nsys_tool import NsysError
 
@@ -160,6 +161,16 @@ def test_report_check_raises_when_reports_and_operations_differ(profile):
     vars(changed).update(operations=profile.operations, events=events, named_step=profile.named_step)
     with pytest.raises(ConservationError, match="the CSV reports differ from the table of operations"):
         changed.report_check  # noqa: B018
+
+
+def test_operations_of_a_real_capture_are_counted_once_with_phase_and_region(tables):
+    loaded, totals = load_trace(EXPORT)[0], activity_totals(EXPORT)
+    check_conservation(loaded, totals)
+    operations = tables["operations"]
+    assert operations["count"].sum() == totals["operations"].sum() / STEPS
+    assert operations["total_ns"].sum() == loaded.loc[loaded["step"] == 0, "duration_ns"].sum()
+    assert set(operations["phase"]) == {"forward", "loss", "backward", "optimizer"}
+    assert not operations["region"].isin(["unattributed", "outside"]).any()
 
 
 def test_step_metrics_ignore_one_disturbed_step():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from reference_runs import DIMENSIONS, MODES, NAN, Row, assert_same, keyed, read_tables
+from stepscope.figures import all_figures
 from stepscope.views import Views
 from stepscope.views.nsys import readable
 
@@ -282,6 +283,19 @@ def test_readable_kernel_names_are_distinct_and_keep_the_tile():
     for name, text in tiled.items():
         tile = name.partition("_tilesize")[2].partition("_")[0]
         assert tile in text and "tilesize" not in text
+
+
+def test_figures_draw_rows_of_the_views():
+    draw = all_figures()
+    step = VIEWS["profile_categories"].query(
+        "mode == 'step' and precision == 'fp32' and context_length == 512"
+    )
+    drawn = draw["kernel_categories_by_size"]("A title", step)
+    assert all(f"{size}: AdamW" in drawn for size in ("small", "2.7B"))
+    window = VIEWS["launch_timeline"].query(
+        "size == 'small' and precision == 'bf16' and context_length == 128"
+    )
+    assert "as a CUDA graph" in draw["launches_timeline"]("A title", window)
 
 
 def test_agreement_with_nsys_is_unknown_without_its_reports():

@@ -178,7 +178,7 @@ class RowLoop(Loop):
             first = first.__context__
         guard = re.search(r"guard failure\(s\):\s*- \S+ (.+?)\s+#", str(first))
         if guard and isinstance(first, torch._dynamo.exc.RecompileError):
-            return f"{user_line(error)}compiled again in each step, because it was compiled for {guard[1]}"
+            return f"{user_line(error)}compiled again in each step, because the code is only valid for {guard[1]}"
         return f"{user_line(error)}{type(first).__name__}: {super().reason_of(first)}"
 
     def first_step(self, case: Case, subject: TrainedSubject) -> None:
