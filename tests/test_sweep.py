@@ -194,6 +194,17 @@ def test_largest_runs_start_first_on_several_gpus(write_sweep, store, faults, gp
     assert set(began[:2]) == {12, 13}
 
 
+def test_runs_that_use_all_gpus_keep_their_order(write_sweep, store, faults, gpus):
+    sizes = {11: "nano", 12: "micro", 13: "tiny"}
+    blocks = [
+        {"study": "distributed", "fixed": {"gpus": 2, "context_length": 16, "size": size, "seed": seed}}
+        for seed, size in sizes.items()
+    ]
+    run_sweep([write_sweep(blocks)], store, HERE, Console(quiet=True))
+    began = [int(line.split()[0]) for line in (faults / "began").read_text().splitlines()]
+    assert began == [11, 12, 13]
+
+
 @pytest.mark.parametrize(
     "fields, how, words",
     [
