@@ -184,7 +184,8 @@ def ddp(
     Args:
         bucket_mib: the size of a bucket; None for DDP's defaults, with a smaller first bucket of 1 MiB.
         bf16_gradients: all-reduce the gradients in bf16.
-        gradient_views: let `.grad` be a view of the bucket, which saves the memory of a second copy.
+        gradient_views: let each `.grad` be a view of its bucket. Otherwise, DDP copies the averages from the
+            buckets back to the gradients, so there are two copies of all gradients.
         communicate: if False, all-reduce within a group of one rank, which sends nothing. This is a control with
             DDP's overhead and the same kernels.
         make_optimizer: returns the optimizer of a model.
@@ -349,11 +350,16 @@ def ddp_graph(
     model: nn.Module,
     batch: Batch,
     bucket_mib: float = 100,
+    gradient_views: bool = True,
     make_optimizer: MakeOptimizer = graph_adamw,
     **options,
 ) -> Distributed:
-    """Run DDP's step, including its all-reduces, as one CUDA graph that the host launches with one call."""
-    make = partial(ddp, model, batch, bucket_mib, make_optimizer=make_optimizer, **options)
+    """Run DDP's step, including its all-reduces, as one CUDA graph that the host launches with one call.
+
+    Unlike DDP's default, each `.grad` is a view of its bucket, so the averages aren't copied back.
+    """
+    options |= {"gradient_views": gradient_views, "make_optimizer": make_optimizer}
+    make = partial(ddp, model, batch, bucket_mib, **options)
     return in_graph(make, model)
 
 

@@ -72,7 +72,7 @@ def naive(model, batch):
 def results():
     strategies = ["naive", "flat", "overlapped", "ddp_alone", "ddp_25_mib", "ddp_alone_graph", "ddp_graph"]
     strategies += ["naive_graph", "flat_graph", "overlapped_graph"]
-    strategies += ["ddp_graph_bf16_gradients", "ddp_graph_gradient_views"]
+    strategies += ["ddp_graph_bf16_gradients", "ddp_graph_gradient_copies"]
     config = configure("distributed", **SMALL, strategies=strategies, numerics=True)
     functions = {"averaged": averaged, "naive": naive, "flat": flat, "overlapped": overlapped}
     return measure_strategies(config, **functions)
@@ -85,6 +85,13 @@ def ranks(results):
 
 def test_every_strategy_runs(results):
     assert (results.steps["status"] == "ok").all(), results.steps["reason"].tolist()
+
+
+def test_no_strategy_counts_memory_of_an_earlier_one(results):
+    weights_gib = 4 * results.steps["parameters"] / 2**30
+    assert (
+        results.steps["built_gib"] - weights_gib < 0.02
+    ).all()  # DDP's buckets take 0.48 GiB, a workspace 0.06
 
 
 def test_delay_on_one_gpu_is_detected_and_attributed_to_its_rank(ranks):

@@ -62,7 +62,7 @@ STRATEGIES = {
         for name, mib in GRAPH_BUCKETS_MIB.items()
     },
     "ddp_graph_bf16_gradients": Strategy("ddp_graph", {"bf16_gradients": True}, "ddp_alone_graph"),
-    "ddp_graph_gradient_views": Strategy("ddp_graph", {"gradient_views": True}, "ddp_alone_graph"),
+    "ddp_graph_gradient_copies": Strategy("ddp_graph", {"gradient_views": False}, "ddp_alone_graph"),
 }
 ON_CPU = tuple(name for name, strategy in STRATEGIES.items() if not strategy.needs_gpu)
 StrategyName = Literal[tuple(STRATEGIES)]  # type: ignore[valid-type]

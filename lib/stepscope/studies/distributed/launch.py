@@ -186,12 +186,13 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
 def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
     """Wait for the ranks to exit; return a description if they hang, otherwise ""."""
     finished: list[str] = []
-    since = time.monotonic()
+    start = since = time.monotonic()
     while process.poll() is None:
         time.sleep(0.1)
         now_finished = [name for name in names if (folder / f"{name}.json").exists()]
         if len(now_finished) > len(finished):
-            print("measured:", *(name for name in now_finished if name not in finished))
+            new = [name for name in now_finished if name not in finished]
+            print(f"measured after {time.monotonic() - start:.0f} s:", *new)
             finished, since = now_finished, time.monotonic()
         if time.monotonic() - since > LIMIT_S:
             return f"no result after {LIMIT_S} s"

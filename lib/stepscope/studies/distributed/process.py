@@ -270,7 +270,7 @@ class Rank:
                 if has_run and strategy.control:
                     errors = self.errors(strategy, precision, expected_loss, expected)
                     rows.append({"strategy": name, "compared_in": precision} | errors)
-                    release(self.on_gpu)
+                    release(self.device)
         self.write(NUMERICS, rows)
 
     def errors(
@@ -321,10 +321,20 @@ def end_with_launcher(place: Path) -> None:
         os._exit(1)
 
 
-def release(on_gpu: bool) -> None:
-    """Free the memory that the process no longer uses."""
+def release(device: torch.device) -> None:
+    """Free the memory that the process no longer uses, so that the next measurement doesn't count it.
+
+    All ranks must call this function, because it communicates: a process group keeps the tensors of its last
+    collectives until NCCL's watchdog, which runs every 100 ms, has seen that they are done and another collective
+    of the group starts.
+    """
     gc.collect()
-    if on_gpu:
+    if device.type == "cuda":
+        time.sleep(0.2)
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # one per stream, and each graph has a stream of its own
         torch.cuda.empty_cache()
 
 
@@ -356,7 +366,7 @@ def main(folder: Path, config: Config, names: list[str]) -> None:
                 rank.profile(name.removesuffix(PROFILE))
             else:
                 rank.measure(name)
-            release(rank.on_gpu)
+            release(rank.device)
     except (Exception, SystemExit) as error:  # noqa: BLE001 any error that a strategy raises is a result
         try:
             traceback.print_exc()
