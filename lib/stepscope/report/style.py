@@ -134,7 +134,7 @@ def _wrapped(text: str, width: int) -> str:
     lines = -(-len(text) // width)
     target, out = len(text) / lines, [""]
     for word in text.split():
-        if out[-1] and len(out[-1]) + len(word) > max(target + 4, 10) and len(out) < lines + 1:
+        if out[-1] and len(out[-1]) + len(word) > max(target + 4, 10) and len(out) < lines:
             out.append("")
         out[-1] += f" {word}" if out[-1] else word
     return "\n".join(out)

@@ -48,9 +48,15 @@ IN_CELLS = ("x", "%")  # units printed in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")}
 # Units of columns in runs' tables whose names don't contain the unit: shares, and counts that may be missing.
 UNSAID = dict.fromkeys(
-    ("busy", "share", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"), "%"
+    ("busy", "share", "efficiency", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"), "%"
 ) | dict.fromkeys(("operations", "count", "passes", "steps", "launches", "kernels"), "n")
-WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", "mfu": "MFU"}
+WORDS = {
+    "gpu": "GPU time",
+    "sm clock": "SM clock",
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU",
+    "times_one_gpu": "times one GPU",
+}
 
 
 def digits(value: Any, unit: str = "") -> str:

@@ -188,7 +188,7 @@ class Rank:
         if self.on_gpu:
             result["peak_gib"] = max(self.memory.highest_gib, torch.cuda.max_memory_allocated() / GIB)
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        result |= self.communication(distributed)
+        result |= self.communication(distributed, strategy.is_graph)
         self.write(name, self.gathered(result))
 
     def power(self, step: Callable[[], object], step_ms: float) -> dict[str, float]:
@@ -204,15 +204,18 @@ class Rank:
         powers = {"power_w": monitor.power_w, "sm_clock_mhz": monitor.sm_clock_mhz}
         return powers | {"power_step_ms": ms / steps}
 
-    def communication(self, distributed: Distributed) -> dict[str, Any]:
-        """Time the step's collectives without the rest of the step, and count the bytes that they transfer."""
+    def communication(self, distributed: Distributed, is_graph: bool) -> dict[str, Any]:
+        """Time the step's collectives without the rest of the step, and count the bytes that they transfer.
+
+        If the step is a CUDA graph, they are one, too. Otherwise, the host might be slower than the collectives.
+        """
         messages = distributed.messages()
         if not messages:
             return {"communication_only_ms": [], "messages": 0, "message_gib": 0.0}
         step = communication_only(messages, self.device)
         for _ in range(3):
             step()
-        wall_ms, _ = self.timed(step, self.config.timed_steps)
+        wall_ms, _ = self.timed(capture(step).replay if is_graph else step, self.config.timed_steps)
         gib = sum(message.bytes for message in messages) / GIB
         return {"communication_only_ms": wall_ms, "messages": len(messages), "message_gib": gib}
 
@@ -243,7 +246,7 @@ class Rank:
     # -- collectives and numerics --------------------------------------------------------------------------------
 
     def collectives(self) -> None:
-        """Time each kind and size of collective by itself, in series of 20 to make launch overhead negligible."""
+        """Time each kind and size of collective by itself, in series of 20 that are one CUDA graph on GPUs."""
         sizes_mib = (1, 4, 16, 64, 256, 1024) if self.on_gpu else (1, 4)
         rows = []
         for kind in KINDS:
@@ -251,7 +254,7 @@ class Rank:
                 message = distributed_step.Message(kind, mib * MIB // 4, torch.float32)
                 step = communication_only([message] * 20, self.device)
                 step()
-                wall_ms, _ = self.timed(step, 5)
+                wall_ms, _ = self.timed(capture(step).replay if self.on_gpu else step, 5)
                 rows.append({"kind": kind, "mib": mib, "time_ms": float(np.median(wall_ms)) / 20})
         self.write(COLLECTIVES, rows)
 
@@ -294,6 +297,14 @@ class Rank:
             tokens, targets = self.tokens(rank)
             loss += distributed_step.compute(model, Batch(tokens, targets, precision))
         return loss / self.ranks, [parameter.grad / self.ranks for parameter in model.parameters()]
+
+
+def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture a step, which has run before, as a CUDA graph. The graph doesn't keep the step's tensors alive."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
