@@ -309,9 +309,8 @@ class _Sweep:
     def run(self) -> None:
         """Assign runs and collect their results until no runs are left or there is a reason to stop."""
         fewest_gpus = min((config.gpus_needed for config in self.todo.values()), default=1)
-        if (
-            sum(self.workers.gpus()) >= 2 * fewest_gpus
-        ):  # largest first, so that no long run starts last while GPUs idle
+        # Largest first, so that no long run starts last while GPUs idle. If each run uses all GPUs, none can idle.
+        if sum(self.workers.gpus()) >= 2 * fewest_gpus:
 
             def size(item: tuple[str, RunConfig]) -> tuple[int, float]:
                 return item[1].gpus_needed, peak_gib(item[1])
