@@ -27,7 +27,7 @@ from stepscope.model.flops import parameter_count
 from stepscope.optimizations import distributed_step
 from stepscope.optimizations.distributed_step import Batch, Distributed, adamw, alone, training_step
 from stepscope.runs.machine import software
-from stepscope.studies.distributed import launch, process
+from stepscope.studies.distributed import figures, launch, process
 from stepscope.studies.distributed.config import STRATEGIES
 from stepscope.studies.distributed.launch import measure_strategies
 from stepscope.studies.distributed.tables import PARTS, SCHEMAS, bandwidth, efficiency, memory, slowdown
@@ -506,3 +506,10 @@ def test_derived_tables_compare_a_strategy_with_its_control():
     sharded = pd.concat([steps, steps.iloc[[1]].assign(strategy="fsdp", control="fsdp_alone")])
     states_gib = memory(sharded, 4)["states_gib"]
     assert states_gib.tolist() == [1.0, 1.0, 0.25]
+
+
+def test_figure_names_the_fastest_strategy_that_communicates_with_other_ranks():
+    zeros = dict.fromkeys(("waiting_ms", "copies_ms", "idle_ms"), 0.0)
+    parts = pd.DataFrame({"compute_ms": [3.0, 4.0, 5.0], "transfer_ms": [0.1, 2.0, 2.0], **zeros})
+    parts = parts.assign(wall_ms=[3.1, 6.0, 7.0]).set_axis(["ddp_alone", "flat", "naive"])
+    assert "flat, takes 6.00 ms" in figures.where_time_goes(parts).message

@@ -6,6 +6,7 @@ import pandas as pd
 
 from stepscope.report import style
 from stepscope.report.tables import number
+from stepscope.studies.distributed.config import STRATEGIES
 from stepscope.studies.distributed.tables import PARTS
 
 COLORS = {
@@ -34,8 +35,8 @@ def where_time_goes(parts: pd.DataFrame) -> style.Picture | None:
     """
     if parts.empty:
         return None
-    communicating = parts[parts["transfer_ms"] + parts["waiting_ms"] > 0]
-    fastest = communicating.sort_values("wall_ms").iloc[:1]
+    communicates = [STRATEGIES[str(name)].control != "" for name in parts.index]
+    fastest = parts[communicates].sort_values("wall_ms").iloc[:1]
     message = "No strategy communicates"
     for name, wall_ms in fastest["wall_ms"].items():
         message = f"The fastest step with communication, {label(str(name))}, takes {number(wall_ms, 'ms')}"

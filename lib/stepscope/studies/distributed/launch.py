@@ -50,6 +50,7 @@ from stepscope.studies.distributed.tables import MEASURES, PARTS, SCHEMAS
 # numerics, which count as one measurement, run every strategy twice.
 LIMIT_S = 240
 END_S = 20  # time limit for the ranks to end
+PRINT_S = 10  # time between two lines of progress
 READERS = 8  # number of processes that read profiles, each of which needs up to a GiB
 MIN_GAP_NS = 2000  # shorter gaps are closed in the timeline
 # In a ring of n GPUs, each GPU sends this factor times (n - 1) / n times the bytes of the collective's input or
@@ -186,17 +187,22 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
 def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
     """Wait for the ranks to exit; return a description if they hang, otherwise ""."""
     finished: list[str] = []
-    start = since = time.monotonic()
-    while process.poll() is None:
-        time.sleep(0.1)
+    printed = 0
+    start = since = last_print = time.monotonic()
+    while True:
+        has_ended = process.poll() is not None
         now_finished = [name for name in names if (folder / f"{name}.json").exists()]
+        now = time.monotonic()
         if len(now_finished) > len(finished):
-            new = [name for name in now_finished if name not in finished]
-            print(f"measured after {time.monotonic() - start:.0f} s:", *new)
-            finished, since = now_finished, time.monotonic()
-        if time.monotonic() - since > LIMIT_S:
+            finished, since = now_finished, now
+        if len(finished) > printed and (has_ended or now - last_print > PRINT_S):
+            print(f"measured after {now - start:.0f} s:", ", ".join(finished[printed:]))
+            printed, last_print = len(finished), now
+        if has_ended:
+            return ""
+        if now - since > LIMIT_S:
             return f"no result after {LIMIT_S} s"
-    return ""
+        time.sleep(0.1)
 
 
 def _failure(folder: Path, hang: str) -> tuple[str, str]:
