@@ -93,7 +93,8 @@ def steps_row(config: Config, name: str) -> dict:
     sharded = 16 if name.startswith("fsdp") and step.count else 8 if name == "zero1" else 0
     states_gib = (16 - sharded * (1 - 1 / gpus)) * parameters / GIB
     activations_gib = 3e-6 * config.batch_size * config.context_length * config.num_layers
-    is_copied = name.startswith(("ddp", "zero1", "flat")) and not name.endswith("views")
+    has_views = STRATEGIES[name].function == "ddp_graph" and not name.endswith("copies")
+    is_copied = name.startswith(("ddp", "zero1", "flat")) and not has_views
     copied_gib = 4 * parameters / GIB if is_copied else 0
     peak_gib = states_gib + activations_gib + copied_gib
     if peak_gib > 79:

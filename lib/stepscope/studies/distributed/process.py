@@ -26,9 +26,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stepscope.files import write_text_durably
+from stepscope.measure.graph import graph_of
 from stepscope.measure.oom import error_text
 from stepscope.measure.power import PowerMonitor
 from stepscope.measure.profiler import profiled
+from stepscope.measure.timing import noop
 from stepscope.model.training_step import is_out_of_memory
 from stepscope.optimizations import distributed_step
 from stepscope.optimizations.distributed_step import Batch, Distributed, communication_only, compile_blocks
@@ -207,15 +209,17 @@ class Rank:
     def communication(self, distributed: Distributed, is_graph: bool) -> dict[str, Any]:
         """Time the step's collectives without the rest of the step, and count the bytes that they transfer.
 
-        If the step is a CUDA graph, they are one, too. Otherwise, the host might be slower than the collectives.
+        If the step is a CUDA graph, they run in one, too, because the host might launch them too slowly.
         """
         messages = distributed.messages()
         if not messages:
             return {"communication_only_ms": [], "messages": 0, "message_gib": 0.0}
         step = communication_only(messages, self.device)
+        if is_graph:
+            step = graph_of(step, noop, warmups=1)
         for _ in range(3):
             step()
-        wall_ms, _ = self.timed(capture(step).replay if is_graph else step, self.config.timed_steps)
+        wall_ms, _ = self.timed(step, self.config.timed_steps)
         gib = sum(message.bytes for message in messages) / GIB
         return {"communication_only_ms": wall_ms, "messages": len(messages), "message_gib": gib}
 
@@ -246,15 +250,17 @@ class Rank:
     # -- collectives and numerics --------------------------------------------------------------------------------
 
     def collectives(self) -> None:
-        """Time each kind and size of collective by itself, in series of 20 that are one CUDA graph on GPUs."""
+        """Time each kind and size of collective by itself, in series of 20, which run in a CUDA graph on GPUs."""
         sizes_mib = (1, 4, 16, 64, 256, 1024) if self.on_gpu else (1, 4)
         rows = []
         for kind in KINDS:
             for mib in sizes_mib:
                 message = distributed_step.Message(kind, mib * MIB // 4, torch.float32)
                 step = communication_only([message] * 20, self.device)
+                if self.on_gpu:
+                    step = graph_of(step, noop, warmups=1)
                 step()
-                wall_ms, _ = self.timed(capture(step).replay if self.on_gpu else step, 5)
+                wall_ms, _ = self.timed(step, 5)
                 rows.append({"kind": kind, "mib": mib, "time_ms": float(np.median(wall_ms)) / 20})
         self.write(COLLECTIVES, rows)
 
@@ -297,14 +303,6 @@ class Rank:
             tokens, targets = self.tokens(rank)
             loss += distributed_step.compute(model, Batch(tokens, targets, precision))
         return loss / self.ranks, [parameter.grad / self.ranks for parameter in model.parameters()]
-
-
-def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Capture a step, which has run before, as a CUDA graph. The graph doesn't keep the step's tensors alive."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
