@@ -2,7 +2,7 @@
 
 With these records, the study's chapter can be rendered before anything has been measured.
 
-    python tests/simulated_gpus.py /tmp/simulated/h100x2 --gpus 2
+    python tests/simulated_gpus.py /tmp/simulated/h200x2 --gpus 2
 
 All numbers follow from a simple model of the step, with a matmul rate, a link bandwidth, and a time per launch.
 """

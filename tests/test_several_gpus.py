@@ -14,7 +14,7 @@ from stepscope.views import Views, facts
 
 if PROJECT is None:
     pytest.skip("not in a checkout", allow_module_level=True)
-DATASETS = {"h100x2": 2, "h100x4": 4}
+DATASETS = {"h200x2": 2, "h200x4": 4}
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +36,18 @@ def test_dataset_templates_are_in_the_writeup_only_if_the_dataset_exists(others,
     templates = {
         "01-first.md.j2": "one",
         "03-last.md.j2": "three",
-        "h100x2/02-two.md.j2": '{{ row(h100x2.collective_costs, kind="all_reduce").gpus }}',
-        "h100x2/evidence/page.md.j2": "page",
+        "h200x2/02-two.md.j2": '{{ row(h200x2.collective_costs, kind="all_reduce").gpus }}',
+        "h200x2/evidence/page.md.j2": "page",
         "evidence/old.md.j2": "old",
-        "h100x8/02-eight.md.j2": "eight",
+        "h200x8/02-eight.md.j2": "eight",
     }
     for name, text in templates.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(writeup, "templates_folder", lambda: tmp_path)
     found = writeup.other_datasets(runs)
-    assert [*found] == ["h100x2"]
-    texts, _ = writeup.render_views(tmp_path, Views({}), {"h100x2": others["h100x2"]})
+    assert [*found] == ["h200x2"]
+    texts, _ = writeup.render_views(tmp_path, Views({}), {"h200x2": others["h200x2"]})
     assert list(texts.items()) == [
         ("01-first", "one"),
         ("02-two", "2"),
@@ -72,7 +72,7 @@ def test_every_lookup_of_the_chapter_finds_rows_in_the_sweep(others, tmp_path):
 
 
 def test_strategies_are_compared_with_their_controls(others):
-    strategies = others["h100x2"]["strategies"]
+    strategies = others["h200x2"]["strategies"]
     case = {"size": "xl", "batch_size": 4, "repeat": 0}
     graph, control = (row(strategies, strategy=name, **case) for name in ("ddp_graph", "ddp_alone_graph"))
     assert graph.without_overlap_ms == pytest.approx(control.wall_ms + graph.communication_only_ms)
@@ -89,10 +89,10 @@ def test_strategies_are_compared_with_their_controls(others):
 
 
 def test_collective_costs_match_the_simulated_model(others):
-    cost = row(others["h100x4"]["collective_costs"], kind="all_reduce")
+    cost = row(others["h200x4"]["collective_costs"], kind="all_reduce")
     assert cost.call_us == pytest.approx(1e3 * simulated_gpus.CALL_MS, rel=0.01)
     assert cost.gb_per_s == pytest.approx(simulated_gpus.LINK_BYTES / 1e9, rel=0.02)
-    bucket = row(others["h100x4"]["buckets"], size="xl", batch_size=4, repeat=0, bucket_mib=100)
+    bucket = row(others["h200x4"]["buckets"], size="xl", batch_size=4, repeat=0, bucket_mib=100)
     last_ms = bucket.predicted_ms - bucket.messages * cost.call_us / 1e3
     assert last_ms == pytest.approx(100 / 1024 * cost.ms_per_gib, rel=0.05)
 

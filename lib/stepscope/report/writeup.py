@@ -1,8 +1,8 @@
 """Render the templates of ``writeup/`` with data from one full campaign and from datasets in neighboring folders.
 
-A folder of templates can have the name of a dataset, such as ``writeup/h100x2``. It belongs to the writeup only if
+A folder of templates can have the name of a dataset, such as ``writeup/h200x2``. It belongs to the writeup only if
 a runs folder with this name exists next to the campaign's folder. All templates can use the dataset's views, for
-example as ``h100x2.strategies``.
+example as ``h200x2.strategies``.
 """
 
 from collections import ChainMap

@@ -97,7 +97,7 @@ def strategies(data: Views) -> pd.DataFrame:
         by_strategy = pd.DataFrame(
             {
                 "exposed_ms": exposed_ms,
-                "hidden_ms": communication_ms - exposed_ms,
+                "hidden_ms": (communication_ms - exposed_ms).round(6) + 0.0,  # a rest of 1e-15 is 0
                 "communication_ms": communication_ms,
                 "kernels_slowdown_share": slower,
                 "in_step_gb_per_s": bandwidths["in_step_gb_s"],
