@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pandas as pd
@@ -266,6 +268,13 @@ def test_odd_repeats_measure_in_reverse_order(monkeypatch):
         assert results.steps["strategy"].tolist() == strategies
     assert measured[0] == ["alone", "naive", "flat", "alone.profile", "naive.profile", "flat.profile"]
     assert measured[1] == ["flat", "naive", "alone", "flat.profile", "naive.profile", "alone.profile"]
+
+
+def test_child_that_imports_the_script_does_not_measure_again():
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        measured = pool.submit(measure_strategies, configure("distributed", **TINY, strategies=["alone"]))
+        with pytest.raises(launch.DistributedError, match="if __name__ == '__main__'"):
+            measured.result()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,14 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
             replacement calls other functions of yours, pass those, too.
 
     Raises:
-        DistributedError: If this process sees fewer GPUs than the configuration needs.
+        DistributedError: If this process sees fewer GPUs than the configuration needs, or if it is a child of
+            multiprocessing. The profiles are read in such children, each of which imports the caller's script.
     """
+    if parent_process():
+        raise DistributedError(
+            "measure_strategies was called in a child process, which imports the script: put the call under"
+            " if __name__ == '__main__'"
+        )
     if config.device == "cuda" and torch.cuda.device_count() < config.gpus:
         raise DistributedError(
             f"gpus: got {config.gpus}, but this process can use only {torch.cuda.device_count()}"
