@@ -43,7 +43,7 @@ def _table(data: Views, name: str) -> pd.DataFrame:
         "communication_ms",
         "communication_only_ms",
         "control_wall_ms",
-        "without_overlap_ms",
+        "back_to_back_ms",
         "kernels_slowdown_share",
         "matmul_tflops",
         "parameters",
@@ -70,8 +70,9 @@ def strategies(data: Views) -> pd.DataFrame:
     * ``tokens``: the tokens per step and rank.
     * ``exposed_ms``: the time of transfers and waiting that no other work hides; ``hidden_ms``: the rest of
       ``communication_ms``.
-    * ``without_overlap_ms``: the control's wall time plus the time of the communication alone. The control is the
-      strategy that does the same computation without communication.
+    * ``back_to_back_ms``: the time per step of steps that run without a synchronization after each, during which
+      power and energy are measured; NaN on a CPU.
+    * ``control_wall_ms``: the wall time of the strategy that does the same computation without communication.
     * ``kernels_slowdown_share``: the relative increase in the time of kernels that don't communicate, compared
       with the control.
     * ``repeat_error``: the relative difference between the longest and the shortest wall time of repeated runs.
@@ -119,7 +120,7 @@ def strategies(data: Views) -> pd.DataFrame:
         tokens=tokens,
         launch_bound=launch_bound_rows(table),
         repeat_error=(repeat_ratio - 1).where(repeats.transform("count") > 1),
-        without_overlap_ms=table["control_wall_ms"] + table["communication_only_ms"],
+        back_to_back_ms=table["energy_per_token_j"] * table["gpus"] * tokens / table["power_w"] * 1e3,
         matmul_tflops=6 * table["parameters"] * tokens / table["matmul_ms"] / 1e9,
     )
 
