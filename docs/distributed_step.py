@@ -246,9 +246,10 @@ def fsdp(
     reshard: bool = True,
     bf16_reduction: bool = False,
     separate_group: bool = False,
+    blocks_per_group: int = 1,
     communicate: bool = True,
 ) -> Distributed:
-    """Shard weights, gradients and moments with FSDP2, which gathers each block's weights when it needs them.
+    """Shard weights, gradients and moments with FSDP2, which gathers the weights of a group of blocks when needed.
 
     The layers must be in `model.blocks`. Each rank builds the complete model before it is sharded, so the weights
     must fit on one GPU.
@@ -257,6 +258,8 @@ def fsdp(
         reshard: free the gathered weights after forward, and gather them again for backward.
         bf16_reduction: reduce the gradients in bf16.
         separate_group: reduce gradients on a separate communicator.
+        blocks_per_group: the number of blocks whose weights are gathered at once. Larger groups need more memory
+            and hide less communication, but the host has less to do.
         communicate: if False, shard over a single rank, as a control with FSDP's overhead but no communication.
     """
     device = batch.tokens.device.type
@@ -269,18 +272,19 @@ def fsdp(
     reduced = torch.bfloat16 if is_bf16 and bf16_reduction else torch.float32
     policy = MixedPrecisionPolicy(torch.bfloat16 if is_bf16 else None, reduced)
     gathered = policy.param_dtype or next(model.parameters()).dtype
-    groups = [[*block.parameters()] for block in model.blocks]
-    in_blocks = {id(parameter) for group in groups for parameter in group}
-    outside = [parameter for parameter in model.parameters() if id(parameter) not in in_blocks]
-    numbers = [sum(parameter.numel() for parameter in group) for group in groups]
-    number_outside = sum(parameter.numel() for parameter in outside)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    blocks = [*model.blocks]
+    groups = [blocks[i : i + blocks_per_group] for i in range(0, len(blocks), blocks_per_group)]
+    numbers = [
+        sum(parameter.numel() for block in group for parameter in block.parameters()) for group in groups
+    ]
+    number_outside = sum(parameter.numel() for parameter in model.parameters()) - sum(numbers)
+    for group in groups:
+        fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # with None, the root's weights stay gathered until backward
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
     if separate_group:
         reduce_scatter = ReduceScatter(dist.new_group())
-        for module in (model, *model.blocks):
+        for module in (model, *(group[0] for group in groups)):
             module.set_custom_reduce_scatter(reduce_scatter)
 
     def messages() -> list[Message]:

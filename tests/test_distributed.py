@@ -87,6 +87,7 @@ FIELDS = TINY | {
         "ddp_25_mib",
         "fsdp_alone",
         "fsdp",
+        "fsdp_4_blocks",
         "zero1",
     ],
     "timed_steps": 2,
@@ -139,12 +140,15 @@ def test_messages_contain_each_gradient_once(steps):
     gathered_and_reduced = steps.loc["fsdp", "message_gib"]
     # all weights are gathered in bf16, and the blocks' weights are gathered twice
     assert gradient_gib < gathered_and_reduced < 2 * gradient_gib
+    # nano's two blocks are one group
+    assert steps.loc["fsdp_4_blocks", "message_gib"] == pytest.approx(gathered_and_reduced)
+    assert steps.loc[["fsdp", "fsdp_4_blocks"], "messages"].tolist() == [8, 5]
 
 
 def test_gradients_match_one_accumulating_rank_only_when_ranks_average_them(results):
     errors = results.numerics.pivot(index="strategy", columns="compared_in", values="gradient_error")
     averaged = errors.drop(index=["flat"])
-    assert {"naive", "ddp_25_mib", "fsdp", "zero1"} <= {*averaged.index}
+    assert {"naive", "ddp_25_mib", "fsdp", "fsdp_4_blocks", "zero1"} <= {*averaged.index}
     assert (averaged["fp32"] <= 1e-5).all() and (averaged["bf16"] <= 1e-2).all()
     assert (errors.loc["flat"] > 0.1).all()
 

@@ -50,6 +50,7 @@ STRATEGIES = {
     "fsdp_alone": Strategy("fsdp", {"communicate": False}),
     "fsdp": Strategy("fsdp", control="fsdp_alone"),
     "fsdp_no_reshard": Strategy("fsdp", {"reshard": False}, "fsdp_alone"),
+    "fsdp_4_blocks": Strategy("fsdp", {"blocks_per_group": 4}, "fsdp_alone"),
     "fsdp_separate_group": Strategy("fsdp", {"separate_group": True}, "fsdp_alone"),
     "fsdp_bf16_reduction": Strategy("fsdp", {"bf16_reduction": True}, "fsdp_alone"),
     "alone_graph": Strategy("alone_graph"),
