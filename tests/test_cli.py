@@ -208,6 +208,17 @@ def test_default_runs_folder_is_named_after_the_gpu(monkeypatch, tmp_path):
     assert cli._local_runs(None, reading=True) == tmp_path / "runs" / "local-cpu"
 
 
+@pytest.mark.parametrize(
+    ("count", "options", "expected"),
+    [(1, [], ["tour"]), (2, [], ["tour", "two_gpus"]), (2, ["--workers", 1], ["tour"])],
+)
+def test_report_also_measures_two_gpus(run, asked, monkeypatch, tmp_path, count, options, expected):
+    monkeypatch.setattr(cli, "gpus_here", lambda: [{"name": "NVIDIA H200"}] * count)
+    assert run("report", "--runs", tmp_path, *options)[0] == 0
+    ((sources, _),) = asked
+    assert [path.stem for path in sources] == expected
+
+
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["report"]])
 def test_timeout_and_time_budget_are_in_minutes(run, asked, tmp_path, command):
     assert run(*command, "--runs", tmp_path, "--timeout", 0.5, "--time-budget", 60)[0] == 0

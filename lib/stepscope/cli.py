@@ -272,15 +272,18 @@ def report(
     """Measure this machine and write a report: a tour of all studies on a GPU, or tiny models on a CPU.
 
     The command prints each run's finding as soon as the run is done. It is equivalent to sweep tour (or sweep cpu)
-    followed by render.
+    followed by render. With two or more GPUs, it also runs sweep two_gpus.
     """
     from stepscope.runs.sweep import SweepOptions
     from stepscope.runs.sweep_file import find_sweeps, sweep_description
 
     console.print("Checking this machine.")
-    if gpus_here():
+    if gpus := gpus_here():
         paths = find_sweeps("tour")
-        console.print(sweep_description(paths[0]) or "no time estimate available")
+        if len(gpus) > 1 and workers != 1:
+            paths += find_sweeps("two_gpus")
+        for path in paths:
+            console.print(sweep_description(path))
     else:
         paths = find_sweeps("cpu", "cpu")
         console.print("This machine has no CUDA GPU, so every study runs tiny models on the CPU.")
