@@ -25,6 +25,7 @@ SECTIONS = {
     "memory": "Memory",
     "attention": "Attention",
     "ladder": "One optimization at a time",
+    "distributed": "Several GPUs",
 }
 SMALL = {
     "benchmark": "small-ctx512-fp32-a45ad60b",
@@ -91,6 +92,7 @@ FOLDERS = {
     "memory, some": of_h200("memory", "*bf16*"),
     "attention, some": of_h200("attention", "d64-*"),
     "ladder, some": of_h200("ladder", "small-*"),
+    "two GPUs": [*(H200.parent / "h200x2" / "distributed").glob("xl-*")],
     "tour": [H200 / study / run for study, run in SMALL.items()],
     "cpu": [path.parent for path in sorted(CPU.glob("*/*/record.json"))],
     "cpu and gpu": [*(CPU / "benchmark").iterdir(), H200 / "benchmark" / SMALL["benchmark"]],
@@ -228,7 +230,7 @@ def test_load_adds_only_configuration_and_run_to_recorded_columns(tmp_path):
 def test_links_point_to_writeup_headings():
     templates = [path.read_text() for path in machine.FOLDER.glob("*.j2")]
     linked = {heading for text in templates for heading in re.findall(r'why\("([^"]*)"\)', text)}
-    chapters = [path.read_text() for path in Path(str(PROJECT), "writeup").glob("*.md.j2")]
+    chapters = [path.read_text() for path in Path(str(PROJECT), "writeup").rglob("*.md.j2")]
     assert len(linked) > 5
     assert linked <= {title for text in chapters for title in re.findall(r"^#+ (.*)$", text, flags=re.M)}
 
@@ -269,6 +271,7 @@ def summary(text: str) -> dict[str, str]:
         ("ladder, some", ["GPU", "CPU", "Ladder", "What", "Your"]),
         ("one run of benchmark", ["GPU", "CPU", "Your"]),
         ("one run of memory", ["Your"]),
+        ("two GPUs", ["2", "Your"]),
     ],
 )
 def test_summary_contains_only_points_that_were_measured(reports, name, points):
