@@ -362,8 +362,8 @@ def ddp_graph(
 
     Unlike DDP's default, each `.grad` is a view of its bucket, so the averages aren't copied back.
     """
-    options |= {"bucket_mib": bucket_mib, "gradient_views": gradient_views}
-    make = partial(ddp, model, batch, make_optimizer=make_optimizer, **options)
+    options |= {"gradient_views": gradient_views, "make_optimizer": make_optimizer}
+    make = partial(ddp, model, batch, bucket_mib, **options)
     return in_graph(make, model)
 
 

@@ -127,7 +127,7 @@ def strategies(data: Views) -> pd.DataFrame:
 
 @view(
     key=CASE,
-    columns=["bucket_mib", "messages", "predicted_ms", "exposed_ms", "wall_ms", "repeat_error"],
+    columns=["bucket_mib", "messages", "predicted_ms", "exposed_ms", "wall_ms"],
     studies=["distributed"],
 )
 def buckets(data: Views) -> pd.DataFrame:

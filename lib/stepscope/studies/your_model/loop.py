@@ -67,7 +67,7 @@ class Ladder:
         self.outcomes: dict[str, Outcome] = {}
         self.modules = pd.DataFrame()
         self.kept: tuple[str, ...] = ()
-        self.eager: tuple[str, ...] = ()  # the optimizations of the last step that isn't compiled
+        self.eager: tuple[str, ...] = ()  # the kept optimizations before compiling
 
     def measure(self) -> None:
         """Measure all optimizations.
