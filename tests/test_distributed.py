@@ -32,7 +32,15 @@ from stepscope.runs.machine import software
 from stepscope.studies.distributed import figures, launch, process
 from stepscope.studies.distributed.config import STRATEGIES
 from stepscope.studies.distributed.launch import measure_strategies
-from stepscope.studies.distributed.tables import PARTS, SCHEMAS, bandwidth, efficiency, memory, slowdown
+from stepscope.studies.distributed.tables import (
+    PARTS,
+    SCHEMAS,
+    bandwidth,
+    efficiency,
+    hidden_ms,
+    memory,
+    slowdown,
+)
 
 TINY = {
     "size": "nano",
@@ -519,6 +527,8 @@ def test_derived_tables_compare_a_strategy_with_its_control():
     sharded = pd.concat([steps, steps.iloc[[1]].assign(strategy="fsdp", control="fsdp_alone")])
     states_gib = memory(sharded, 4)["states_gib"]
     assert states_gib.tolist() == [1.0, 1.0, 0.25]
+    ranks = {"communication_ms": [0.3, 5.0], "transfer_ms": [0.1, 1.0], "waiting_ms": [0.2, 1.5]}
+    assert hidden_ms(pd.DataFrame(ranks)).astype(str).tolist() == ["0.0", "2.5"]  # 0.3 - 0.1 - 0.2 isn't 0
 
 
 def test_figure_names_the_fastest_strategy_that_communicates_with_other_ranks():

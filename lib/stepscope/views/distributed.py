@@ -89,7 +89,7 @@ def strategies(data: Views) -> pd.DataFrame:
         row = study.efficiency(run, gpus)
         row = row.rename(columns={"efficiency": "efficiency_share", "times_one_gpu": "one_gpu_speedup"})
         parts = study.parts(run, own_ranks).drop(columns="wall_ms")
-        communication_ms = own_ranks.groupby("strategy")["communication_ms"].mean()
+        communication = own_ranks.assign(hidden_ms=study.hidden_ms(own_ranks)).groupby("strategy")
         exposed_ms = parts["transfer_ms"] + parts["waiting_ms"]
         slower = study.slowdown(run, own_kernels)
         slower = slower[slower["kernel_category"] == "all"].set_index("strategy")["slowdown"]
@@ -98,8 +98,8 @@ def strategies(data: Views) -> pd.DataFrame:
         by_strategy = pd.DataFrame(
             {
                 "exposed_ms": exposed_ms,
-                "hidden_ms": (communication_ms - exposed_ms).round(6) + 0.0,  # a rest of 1e-15 is 0
-                "communication_ms": communication_ms,
+                "hidden_ms": communication["hidden_ms"].mean(),
+                "communication_ms": communication["communication_ms"].mean(),
                 "kernels_slowdown_share": slower,
                 "in_step_gb_per_s": bandwidths["in_step_gb_s"],
                 "alone_gb_per_s": bandwidths["alone_gb_s"],

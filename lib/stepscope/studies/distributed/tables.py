@@ -100,6 +100,12 @@ def efficiency(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
     return steps.assign(efficiency=efficiency, times_one_gpu=gpus * efficiency)
 
 
+def hidden_ms(ranks: pd.DataFrame) -> pd.Series:
+    """Return the time of the communication that runs while the GPU does other work, per rank and step, in ms."""
+    hidden = ranks["communication_ms"] - ranks["transfer_ms"] - ranks["waiting_ms"]
+    return hidden.round(6) + 0.0  # profilers count nanoseconds, so smaller rests are rounding errors
+
+
 def parts(steps: pd.DataFrame, ranks: pd.DataFrame) -> pd.DataFrame:
     """Return the times of the parts of each strategy's profiled step in ms, averaged over the ranks.
 
