@@ -1,38 +1,32 @@
-"""Test the templates and views of the writeup's other datasets, including the chapter on several GPUs."""
+"""Test the templates and views of the writeup's other datasets, including the chapters on several GPUs."""
 
 import shutil
-from pathlib import Path
 
 import pandas as pd
 import pytest
 
-import simulated_gpus
 from stepscope import PROJECT
 from stepscope.report import writeup
-from stepscope.report.document import DocumentError, row
+from stepscope.report.document import DocumentError, row, rows
+from stepscope.report.load import Read, read
+from stepscope.runs.store import Store
 from stepscope.views import Views, facts
 
 if PROJECT is None:
     pytest.skip("not in a checkout", allow_module_level=True)
-DATASETS = {"h200x2": 2, "h200x4": 4}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    """Write simulated datasets for two and four GPUs; return an empty sibling folder for a third dataset."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name, gpus in DATASETS.items():
-        simulated_gpus.write(folder / name, gpus)
-    (folder / "h200").mkdir()
-    return folder / "h200"
+def measured() -> Read:
+    return read(Store(PROJECT / "runs/h200x2"))
 
 
 @pytest.fixture(scope="module")
-def others(runs) -> dict[str, Views]:
-    return writeup.views_of(writeup.other_datasets(runs))
+def two(measured) -> Views:
+    return writeup.views_of({"h200x2": measured})["h200x2"]
 
 
-def test_dataset_templates_are_in_the_writeup_only_if_the_dataset_exists(others, runs, tmp_path, monkeypatch):
+def test_dataset_templates_are_in_the_writeup_only_if_the_dataset_exists(two, tmp_path, monkeypatch):
     templates = {
         "01-first.md.j2": "one",
         "03-last.md.j2": "three",
@@ -45,9 +39,8 @@ def test_dataset_templates_are_in_the_writeup_only_if_the_dataset_exists(others,
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(writeup, "templates_folder", lambda: tmp_path)
-    found = writeup.other_datasets(runs)
-    assert [*found] == ["h200x2"]
-    texts, _ = writeup.render_views(tmp_path, Views({}), {"h200x2": others["h200x2"]})
+    assert [*writeup.other_datasets(PROJECT / "runs/h200")] == ["h200x2"]
+    texts, _ = writeup.render_views(tmp_path, Views({}), {"h200x2": two})
     assert list(texts.items()) == [
         ("01-first", "one"),
         ("02-two", "2"),
@@ -58,44 +51,60 @@ def test_dataset_templates_are_in_the_writeup_only_if_the_dataset_exists(others,
     assert [*writeup.render_views(tmp_path, Views({}), {})[0]] == ["01-first", "03-last", "evidence/old"]
 
 
-def test_every_lookup_of_the_chapter_finds_rows_in_the_sweep(others, tmp_path):
-    """Some sentences may be false for the simulated numbers, but every lookup must find its rows."""
-    for name in DATASETS:
-        shutil.copytree(writeup.templates_folder() / name, tmp_path / name)
+def test_every_lookup_of_the_chapter_on_four_gpus_finds_rows(measured, two, tmp_path):
+    """Four GPUs have not been measured, so render their chapter from the tables of two, labeled as those of four.
+
+    Some of its sentences may be false then, but every lookup must find its rows.
+    """
+    shutil.copytree(writeup.templates_folder() / "h200x4", tmp_path / "h200x4")
+    four = Views({name: table.assign(gpus=4) for name, table in measured.tables.items()})
     try:
-        texts, _ = writeup.render_views(tmp_path, Views({}), others)
+        texts, _ = writeup.render_views(tmp_path, Views({}), {"h200x2": two, "h200x4": four})
     except DocumentError as error:
         places = str(error).split("\n\n")
         assert not [place for place in places if "no longer true" not in place]
     else:
-        assert "times one GPU" in texts["07-several-gpus"]
+        assert "times one GPU" in texts["07-several-gpus-four"]
 
 
-def test_strategies_are_compared_with_their_controls(others):
-    strategies = others["h200x2"]["strategies"]
+def test_strategies_are_compared_with_their_controls(two, measured):
     case = {"size": "xl", "batch_size": 4, "repeat": 0}
-    graph, control = (row(strategies, strategy=name, **case) for name in ("ddp_graph", "ddp_alone_graph"))
+    graph, control, alone = (
+        row(two["strategies"], strategy=name, **case)
+        for name in ("ddp_graph", "ddp_alone_graph", "alone_graph")
+    )
     assert graph.control_wall_ms == control.wall_ms
-    assert graph.back_to_back_ms == pytest.approx(graph.wall_ms)  # as simulated
+    assert graph.one_gpu_speedup == pytest.approx(2 * alone.wall_ms / graph.wall_ms)
     assert graph.exposed_ms + graph.hidden_ms == pytest.approx(graph.communication_ms)
-    again = row(strategies, strategy="ddp_graph", **case | {"repeat": 1})
+    again = row(two["strategies"], strategy="ddp_graph", **case | {"repeat": 1})
     assert 1 + graph.repeat_error == pytest.approx(
         max(graph.wall_ms, again.wall_ms) / min(graph.wall_ms, again.wall_ms)
     )
-    assert graph.matmul_tflops == pytest.approx(
-        simulated_gpus.FLOPS / 1e12 / simulated_gpus.SLOWDOWN, rel=0.05
-    )
-    assert not graph.launch_bound and row(strategies, strategy="ddp_25_mib", **case).launch_bound
-    assert pd.isna(row(strategies, strategy="ddp_graph", **case | {"batch_size": 1}).repeat_error)
+    assert pd.isna(row(two["strategies"], strategy="ddp_graph", **case | {"batch_size": 1}).repeat_error)
+    matmuls = rows(measured.tables["distributed.kernels"], kernel_category="matrix multiply", **case)
+    ms_by_rank = matmuls.query("strategy == 'ddp_graph'")["gpu_ms"]
+    flops = 6 * graph.parameters * 4 * 512
+    assert graph.matmul_tflops == pytest.approx(flops / (ms_by_rank.mean() / 1e3) / 1e12)
+    assert not graph.launch_bound and row(two["strategies"], strategy="ddp_25_mib", **case).launch_bound
 
 
-def test_collective_costs_match_the_simulated_model(others):
-    cost = row(others["h200x4"]["collective_costs"], kind="all_reduce")
-    assert cost.call_us == pytest.approx(1e3 * simulated_gpus.CALL_MS, rel=0.01)
-    assert cost.gb_per_s == pytest.approx(simulated_gpus.LINK_BYTES / 1e9, rel=0.02)
-    bucket = row(others["h200x4"]["buckets"], size="xl", batch_size=4, repeat=0, bucket_mib=100)
-    last_ms = bucket.predicted_ms - bucket.messages * cost.call_us / 1e3
-    assert last_ms == pytest.approx(100 / 1024 * cost.ms_per_gib, rel=0.05)
+def test_collective_costs_are_the_line_through_the_smallest_and_the_largest_message(measured):
+    collectives = measured.tables["distributed.collectives"]
+    timed = Views({"distributed.collectives": collectives.assign(time_ms=0.04 + 0.003 * collectives["mib"])})
+    cost = row(timed["collective_costs"], kind="all_reduce")
+    assert cost.call_us == pytest.approx(40, rel=0.01)
+    assert cost.ms_per_gib == pytest.approx(0.003 * 1024, rel=0.02)
+    largest = collectives.query("kind == 'all_reduce'").nlargest(1, "mib")
+    assert cost.gb_per_s == largest["bus_gb_s"].item()
+
+
+def test_the_formula_for_buckets_adds_the_last_transfer_and_the_fixed_times(two):
+    cost = row(two["collective_costs"], kind="all_reduce")
+    bucket = row(two["buckets"], size="xl", batch_size=4, repeat=0, bucket_mib=1000)
+    assert bucket.messages == 8
+    gradients_gib = 4 * 1.998e9 / 2**30
+    fixed_ms = 8 * cost.call_us / 1e3
+    assert bucket.predicted_ms == pytest.approx(gradients_gib / 8 * cost.ms_per_gib + fixed_ms, rel=1e-3)
 
 
 def test_best_bucket_has_the_smallest_overhead():
