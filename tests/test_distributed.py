@@ -309,19 +309,16 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path):
     assert not alive
 
 
-def test_script_trains_on_two_ranks():
-    """Set torchrun's environment variables directly, because starting torchrun would take seconds."""
-    command = [sys.executable, "docs/distributed_step.py", "--strategy=ddp", "--steps=2"]
-    shape = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 100, "context": 16}
-    command += [f"--{name}={value}" for name, value in shape.items()]
+def run_on_two_ranks(command):
+    """Return both ranks' outputs; set torchrun's environment directly, because starting it would take seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PATH": "", "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PATH": "", "PYTHONPATH": "docs"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            command,
+            [sys.executable, *command],
             cwd=PROJECT,
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -336,7 +333,67 @@ def test_script_trains_on_two_ranks():
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    return outputs
+
+
+def test_script_trains_on_two_ranks():
+    shape = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 100, "context": 16}
+    options = [f"--{name}={value}" for name, value in shape.items()]
+    outputs = run_on_two_ranks(["docs/distributed_step.py", "--strategy=ddp", "--steps=2", *options])
     assert "ddp: " in outputs[0] and "on 2 ranks" in outputs[0], outputs[0]
+
+
+TRAIN_WITH_EACH_STRATEGY = """
+import torch
+from distributed_step import *
+from fast_step import Model
+
+start_process_group()
+own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+tokens = torch.randint(100, (2, 4, 16), generator=torch.Generator().manual_seed(1))
+
+
+def change(strategy, tokens):
+    torch.manual_seed(0)
+    model = Model(32, 64, 4, 2, 100, 16)
+    before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    step = strategy(model, Batch(*tokens, precision="fp32")).step
+    for _ in range(3):
+        step()
+    whole = [getattr(parameter, "full_tensor", lambda: parameter)() for parameter in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in whole]) - before
+
+
+expected = change(alone, tokens)
+for name, strategy in {
+    "alone": alone,
+    "naive": naive,
+    "flat": flat,
+    "overlapped": overlapped,
+    "ddp": ddp,
+    "ddp with views": partial(ddp, gradient_views=True),
+    "zero1": zero1,
+    "fsdp": fsdp,
+    "fsdp without resharding": partial(fsdp, reshard=False),
+    "fsdp in groups of blocks": partial(fsdp, blocks_per_group=3),
+}.items():
+    error = (change(strategy, tokens[:, own]) - expected).norm() / expected.norm()
+    print(f"error of {name}: {error.item():.3g}", flush=True)
+"""
+
+
+def test_three_steps_change_the_weights_as_on_one_rank_with_all_data(tmp_path):
+    """Compare weights, because equal gradients don't prove that sharded optimizers update all weights."""
+    program = tmp_path / "train.py"
+    program.write_text(TRAIN_WITH_EACH_STRATEGY)
+    for output in run_on_two_ranks([str(program)]):
+        lines = [
+            line.removeprefix("error of ") for line in output.splitlines() if line.startswith("error of")
+        ]
+        errors = {name: float(error) for name, error in (line.split(": ") for line in lines)}
+        assert len(errors) == 10, output
+        assert errors.pop("alone") > 0.1
+        assert max(errors.values()) < 1e-3, errors
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 PACKAGE = Path(__file__).resolve().parent
 # The root folder of this package's checkout; None if the package was installed without a checkout.
