@@ -1,6 +1,7 @@
 """Test the templates and views of the writeup's other datasets, including the chapters on several GPUs."""
 
 import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,11 +15,12 @@ from stepscope.views import Views, facts
 
 if PROJECT is None:
     pytest.skip("not in a checkout", allow_module_level=True)
+RUNS = Path(str(PROJECT), "runs")
 
 
 @pytest.fixture(scope="module")
 def measured() -> Read:
-    return read(Store(PROJECT / "runs/h200x2"))
+    return read(Store(RUNS / "h200x2"))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_dataset_templates_are_in_the_writeup_only_if_the_dataset_exists(two, tm
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(writeup, "templates_folder", lambda: tmp_path)
-    assert [*writeup.other_datasets(PROJECT / "runs/h200")] == ["h200x2"]
+    assert [*writeup.other_datasets(RUNS / "h200")] == ["h200x2"]
     texts, _ = writeup.render_views(tmp_path, Views({}), {"h200x2": two})
     assert list(texts.items()) == [
         ("01-first", "one"),
