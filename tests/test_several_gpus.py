@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from stepscope import PROJECT
-from stepscope.report import writeup
+from stepscope.report import machine, writeup
 from stepscope.report.document import DocumentError, row, rows
 from stepscope.report.load import Read, read
 from stepscope.runs.store import Store
@@ -88,6 +88,14 @@ def test_strategies_are_compared_with_their_controls(two, measured):
     flops = 6 * graph.parameters * 4 * 512
     assert graph.matmul_tflops == pytest.approx(flops / (ms_by_rank.mean() / 1e3) / 1e12)
     assert not graph.launch_bound and row(two["strategies"], strategy="ddp_25_mib", **case).launch_bound
+
+
+def test_reference_contains_two_gpus_and_matches_only_the_same_configuration(two):
+    compared = machine.with_reference("strategies", two["strategies"], machine.reference())
+    assert compared["wall_ms_there"].tolist() == pytest.approx(compared["wall_ms"].tolist())
+    for change in {"vocab_size": 500}, {"compile": "none"}, {"gpus": 4}:
+        other = machine.with_reference("strategies", two["strategies"].assign(**change), machine.reference())
+        assert other["wall_ms_there"].isna().all()
 
 
 def test_collective_costs_are_the_line_through_the_smallest_and_the_largest_message(measured):

@@ -29,7 +29,7 @@ def check(runs: Path, out: Path) -> list[str]:
     found = read(Store(runs))
     views = Views(steady(found.tables))
     report = writeup.compose(found, runs, out, views)
-    return [*filter(None, [*differences(report, out), machine.reference_difference(views)])]
+    return [*filter(None, [*differences(report, out), machine.reference_difference(runs, views)])]
 
 
 def differences(report: Report, out: Path) -> list[str]:

@@ -37,6 +37,7 @@ from stepscope.views.ladder import NAMES
 
 FOLDER = Path(__file__).with_name("machine")
 REFERENCE = Path(__file__).with_name("reference.parquet")
+TWO_GPUS = "h200x2"  # the reference's runs on two GPUs, in a folder next to its other runs
 THERE = "_there"  # suffix of the reference's columns
 MAX_ROWS_OPEN = 30  # longer tables are folded
 MAX_ROWS = 1_000
@@ -66,7 +67,7 @@ COMPARED = {
     "attention_errors": [],
     "model_steps": [],
     "model_modules": [],
-    "strategies": [],
+    "strategies": ["wall_ms", "exposed_ms"],
     "strategy_ranks": [],
 }
 # A machine's peak rates, each taken from the fastest run: view, column, printed words, and unit.
@@ -98,15 +99,28 @@ ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "pre
 # -- the reference --------------------------------------------------------------------------------------------
 
 
-def reference_views(views: Views) -> dict[str, pd.DataFrame]:
-    """Return the key and the compared columns of each view, and the tables ``about`` and ``machine_rates``."""
+def reference_views(runs: Path, views: Views | None = None) -> dict[str, pd.DataFrame]:
+    """Return the key and the compared columns of each view, and the tables ``about`` and ``machine_rates``.
+
+    The distributed study's views are those of the folder of two GPUs next to ``runs``.
+
+    Args:
+        views: the views of the consistent tables in ``runs``, if they exist already.
+    """
+    views = views or _views_in(runs)
+    two_gpus = _views_in(runs.parent / TWO_GPUS)
     declared = all_views()
     frames = {}
     for name, columns in COMPARED.items():
         if columns:
             key = declared[name].key
-            frames[name] = pd.DataFrame(views[name][[*key, *columns]]).sort_values(key, ignore_index=True)
+            found = (two_gpus if declared[name].studies == ["distributed"] else views)[name]
+            frames[name] = pd.DataFrame(found[[*key, *columns]]).sort_values(key, ignore_index=True)
     return frames | {"about": about(views.table("runs")), "machine_rates": machine_rates(views)}
+
+
+def _views_in(runs: Path) -> Views:
+    return Views(steady(read(Store(runs)).tables))
 
 
 def machine_rates(views: Views) -> pd.DataFrame:
@@ -137,7 +151,7 @@ def write_reference(runs: Path | str) -> None:
     The file has a single row. Each of its columns is a view, whose rows are stored as a list. This format keeps
     all views in one file, and preserves their types.
     """
-    frames = reference_views(Views(steady(read(Store(Path(runs))).tables)))
+    frames = reference_views(Path(runs))
     columns = {}
     for name, frame in frames.items():
         rows = pa.Table.from_pandas(frame, preserve_index=False).to_struct_array().combine_chunks()
@@ -155,9 +169,9 @@ def reference() -> dict[str, pd.DataFrame]:
     return frames
 
 
-def reference_difference(views: Views) -> str:
-    """Describe how ``reference.parquet`` differs from the given views; return "" if it matches."""
-    expected, stored = reference_views(views), reference()
+def reference_difference(runs: Path, views: Views | None = None) -> str:
+    """Describe how ``reference.parquet`` differs from :func:`reference_views`; return "" if it matches."""
+    expected, stored = reference_views(runs, views), reference()
     for name, frame in expected.items():
         try:
             pd.testing.assert_frame_equal(

@@ -207,7 +207,7 @@ def collectives(data: Views) -> pd.DataFrame:
     key=["gpus", "kind"],
     columns=["ms_per_gib", "call_us", "gb_per_s"],
     studies=["distributed"],
-    over=["size", "context_length", "batch_size", "repeat"],
+    over=[name for name in CONFIG if name != "gpus"],
 )
 def collective_costs(data: Views) -> pd.DataFrame:
     """Return one row per kind of collective, with the cost per GiB and the fixed cost per call.

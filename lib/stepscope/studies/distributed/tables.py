@@ -7,7 +7,7 @@ import pandera.pandas as pa
 from stepscope.report.schemas import STATUSES, number_column, table_schema, text_column
 from stepscope.studies.distributed.config import STRATEGIES
 
-CONFIG = ("size", "context_length", "batch_size", "gpus", "repeat")
+CONFIG = ("size", "context_length", "batch_size", "vocab_size", "compile", "gpus", "repeat")
 STRATEGY = {"strategy": text_column(*STRATEGIES)}
 RANK = {"rank": pa.Column(int, pa.Check.in_range(0, 63), coerce=True)}
 # Columns that describe the unprofiled steps of all ranks together.
