@@ -379,6 +379,9 @@ for name, strategy in {
 }.items():
     error = (change(strategy, tokens[:, own]) - expected).norm() / expected.norm()
     print(f"error of {name}: {error.item():.3g}", flush=True)
+    gc.collect()  # as in the script
+dist.barrier()
+dist.destroy_process_group()
 """
 
 

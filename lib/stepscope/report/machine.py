@@ -102,20 +102,20 @@ ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "pre
 def reference_views(runs: Path, views: Views | None = None) -> dict[str, pd.DataFrame]:
     """Return the key and the compared columns of each view, and the tables ``about`` and ``machine_rates``.
 
-    The distributed study's views are those of the folder of two GPUs next to ``runs``.
+    The distributed study's views are those of the folder of two GPUs next to ``runs``, if it exists.
 
     Args:
         views: the views of the consistent tables in ``runs``, if they exist already.
     """
     views = views or _views_in(runs)
-    two_gpus = _views_in(runs.parent / TWO_GPUS)
+    two_gpus = _views_in(runs.parent / TWO_GPUS) if (runs.parent / TWO_GPUS).is_dir() else None
     declared = all_views()
     frames = {}
     for name, columns in COMPARED.items():
-        if columns:
+        source = two_gpus if declared[name].studies == ["distributed"] else views
+        if columns and source is not None:
             key = declared[name].key
-            found = (two_gpus if declared[name].studies == ["distributed"] else views)[name]
-            frames[name] = pd.DataFrame(found[[*key, *columns]]).sort_values(key, ignore_index=True)
+            frames[name] = pd.DataFrame(source[name][[*key, *columns]]).sort_values(key, ignore_index=True)
     return frames | {"about": about(views.table("runs")), "machine_rates": machine_rates(views)}
 
 
