@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+import torch
 
 from cells import edited, executed, reference, run_cells
 from conftest import TINY
 from stepscope import PACKAGE, PROJECT
-from stepscope.config import TOTAL
+from stepscope.config import TOTAL, configure
+from stepscope.model.transformer import TransformerLM
 from stepscope.report.tables import number
 from stepscope.traces.kernel_categories import MATMUL
 
@@ -54,6 +56,8 @@ NAMES = {
     "ranged",
     "low",
     "compare_gradients",
+    "wall_ms = …",
+    "logits = …",
 }
 
 
@@ -123,8 +127,11 @@ def test_fused_adamw_runs_fewer_operations(plain):
 
 
 def test_step_without_synchronization_is_unchanged_on_a_cpu(plain, tmp_path):
-    wait = "        synchronize()  # now the work is done\n"
-    times = run_cells(edited("benchmark", tmp_path, wait, ""), **QUICK)["results"].times
+    wait, clock = (
+        "        synchronize()  # now the work is done\n",
+        "        wall_ms = (default_timer() - start) * 1e3\n",
+    )
+    times = run_cells(edited("benchmark", tmp_path, wait + clock, clock + wait), **QUICK)["results"].times
     assert times["operations"].tolist() == plain["operations"].tolist() and (times["wall_ms"] > 0).all()
 
 
@@ -197,6 +204,19 @@ def test_custom_transform_affects_its_row_and_later_rows(tmp_path):
         assert below < before[column].iloc[3] if column == "operations" else below > before[column].iloc[3]
 
 
+# -- your_model -----------------------------------------------------------------------------------------------
+
+
+def test_suggested_feed_forward_replaces_swiglu():
+    (block,) = re.findall(r"```python\n(.*?)```", hints("your_model"), re.S)
+    net = TransformerLM(configure("benchmark", size="nano", context_length=16, device="cpu"))
+    before = sum(parameter.numel() for parameter in net.parameters())
+    exec(textwrap.dedent(block), {"net": net, "torch": torch})
+    assert sum(parameter.numel() for parameter in net.parameters()) != before
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    assert net(tokens).shape[:2] == tokens.shape
+
+
 # -- nsys -----------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +231,7 @@ def test_longer_context_shows_softmax_next_to_its_matmuls():
 @pytest.mark.slow
 def test_wait_after_forward_leaves_operations_unchanged(tmp_path):
     line = "                logits = step.model(step.tokens)\n"
-    path = edited("nsys", tmp_path, line, f"{line}            synchronize()\n")
+    path = edited("nsys", tmp_path, line, f"{line}                synchronize()\n")
     counts = []
     for notebook in ("nsys", path):
         profile = run_cells(notebook, "shares =", **PROFILE)["profile"]
