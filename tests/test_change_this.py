@@ -184,17 +184,29 @@ def test_loss_without_autocast_runs_fewer_operations(tmp_path):
 # -- ladder ---------------------------------------------------------------------------------------------------
 
 
-def test_custom_transform_affects_its_row_and_later_rows(tmp_path):
-    """Use the code that the notebook suggests."""
-    (block,) = re.findall(r"```python\n(.*?)```", hints("ladder"), re.S)
-    transform = textwrap.dedent(block)
+LADDER = QUICK | {"vocab_size": 300, "training_steps": 0}
+
+
+def with_suggested_transform(name, tmp_path):
+    """Return the path of a ladder notebook that contains a transform which the notebook suggests."""
+    blocks = re.findall(r"```python\n(.*?)```", hints("ladder"), re.S)
+    (transform,) = [textwrap.dedent(block) for block in blocks if f"def {name}(" in block]
     assert 2 <= len(transform.strip().splitlines()) <= 5
-    path = edited("ladder", tmp_path, "OPTIMIZATIONS = [", f"{transform}\n\nOPTIMIZATIONS = [")
+    return edited("ladder", tmp_path, "OPTIMIZATIONS = [", f"{transform}\n\nOPTIMIZATIONS = [")
+
+
+def test_unfused_adamw_changes_nothing_on_a_cpu(tmp_path):
+    path = with_suggested_transform("fused_adamw", tmp_path)
+    steps = run_cells(path, optimizations=["sdpa", "fused_adamw"], **LADDER)["steps"]
+    assert steps.set_index("optimization").loc["fused_adamw", "reason"].startswith("it changes nothing")
+
+
+def test_custom_transform_affects_its_row_and_later_rows(tmp_path):
+    path = with_suggested_transform("no_rope", tmp_path)
     path = edited(path, tmp_path, "sdpa, fused_adamw,", "sdpa, no_rope, fused_adamw,")
-    fields = QUICK | {"vocab_size": 300, "training_steps": 0}
     optimizations = ["fp32", "bf16", "sdpa", "fused_adamw"]
     before, after = (
-        run_cells(notebook, optimizations=optimizations, **fields)["steps"].set_index("optimization")
+        run_cells(notebook, optimizations=optimizations, **LADDER)["steps"].set_index("optimization")
         for notebook in ("ladder", path)
     )
     assert list(after.index) == optimizations and (after["status"] == "ok").all()
