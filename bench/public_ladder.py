@@ -78,8 +78,8 @@ include bf16 weights.
 {gained}
 
 Channels last needs a 2-D convolution. The other reasons why an optimization failed, doesn't apply or could not be
-profiled are listed below. The list also names CUDA graphs whose kernels take longer than without the graph, so
-the model may do other work while it is captured. A profile is discarded if it shows more GPU time than an
+profiled are listed below. The list also names CUDA graphs whose kernels take longer than without the graph;
+such a model may do other work while it is captured. A profile is discarded if it shows more GPU time than an
 unprofiled step takes; the wall time is valid.
 
 {remarks}"""

@@ -111,11 +111,11 @@ def test_collective_costs_come_from_the_smallest_and_the_largest_message(measure
 
 def test_the_formula_for_buckets_adds_the_last_transfer_and_the_fixed_times(two):
     cost = row(two["collective_costs"], kind="all_reduce")
-    bucket = row(two["buckets"], size="xl", batch_size=4, repeat=0, bucket_mib=1000)
+    case = {"size": "xl", "batch_size": 4, "repeat": 0, "strategy": "ddp_graph_1000_mib"}
+    bucket = row(two["buckets"], bucket_mib=1000, **case)
     assert bucket.messages == 8
-    gradients_gib = 4 * 1.998e9 / 2**30
-    fixed_ms = 8 * cost.call_us / 1e3
-    assert bucket.predicted_ms == pytest.approx(gradients_gib / 8 * cost.ms_per_gib + fixed_ms, rel=1e-3)
+    last_ms = row(two["strategies"], **case).message_gib / 8 * cost.ms_per_gib
+    assert bucket.predicted_ms == pytest.approx(last_ms + 8 * cost.call_us / 1e3)
 
 
 def test_best_bucket_has_the_smallest_overhead():

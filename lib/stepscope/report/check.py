@@ -27,9 +27,8 @@ def check(runs: Path, out: Path) -> list[str]:
         StepscopeError: If :func:`stepscope.report.writeup.compose` raises it.
     """
     found = read(Store(runs))
-    views = Views(steady(found.tables))
-    report = writeup.compose(found, runs, out, views)
-    return [*filter(None, [*differences(report, out), machine.reference_difference(runs, views)])]
+    report = writeup.compose(found, runs, out, Views(steady(found.tables)))
+    return [*filter(None, [*differences(report, out), machine.reference_difference(runs)])]
 
 
 def differences(report: Report, out: Path) -> list[str]:

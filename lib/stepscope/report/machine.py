@@ -99,15 +99,12 @@ ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "pre
 # -- the reference --------------------------------------------------------------------------------------------
 
 
-def reference_views(runs: Path, views: Views | None = None) -> dict[str, pd.DataFrame]:
+def reference_views(runs: Path) -> dict[str, pd.DataFrame]:
     """Return the key and the compared columns of each view, and the tables ``about`` and ``machine_rates``.
 
     The distributed study's views are those of the folder of two GPUs next to ``runs``, if it exists.
-
-    Args:
-        views: the views of the consistent tables in ``runs``, if they exist already.
     """
-    views = views or _views_in(runs)
+    views = _views_in(runs)
     two_gpus = _views_in(runs.parent / TWO_GPUS) if (runs.parent / TWO_GPUS).is_dir() else None
     declared = all_views()
     frames = {}
@@ -169,9 +166,9 @@ def reference() -> dict[str, pd.DataFrame]:
     return frames
 
 
-def reference_difference(runs: Path, views: Views | None = None) -> str:
+def reference_difference(runs: Path) -> str:
     """Describe how ``reference.parquet`` differs from :func:`reference_views`; return "" if it matches."""
-    expected, stored = reference_views(runs, views), reference()
+    expected, stored = reference_views(runs), reference()
     for name, frame in expected.items():
         try:
             pd.testing.assert_frame_equal(

@@ -271,5 +271,5 @@ def remark_on_graph(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
         return ""
     return (
         f"its kernels take {number(graph_ms, 'ms')}, but {number(before_ms, 'ms')} without the graph, so the"
-        " model does different work while it is captured"
+        " model may do different work while it is captured"
     )
