@@ -105,7 +105,7 @@ def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
     )
     axes.set_yticks(heights, [*rows.part])
     axes.grid(False, axis="y")
-    limits = ((total.ms, "right", "the step"), (total.reference_ms, "left", "FLOPs and bytes alone"))
+    limits = ((total.ms, "right", "the step"), (total.reference_ms, "left", "reference line"))
     for ms, side, label in limits:
         axes.vlines(ms, -0.9, len(rows) - 0.5, color=INK, linewidth=1.2, linestyle="--", zorder=1)
         axes.annotate(f"{label} {number(ms, 'ms')}", (ms, -1.2), color=INK, va="center", ha=side)
